@@ -1,0 +1,5 @@
+"""`python -m agent` is `agent`."""
+
+from agent.cli import main
+
+main()

@@ -1,0 +1,83 @@
+"""consistency.toml: what a workspace is for (model, scale, target) and how much a run may spend."""
+
+import tomllib
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agent.errors import UserError
+
+FILE = "consistency.toml"
+
+
+class Target(BaseModel):
+    """When a run may stop."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    throughput: float = Field(0.913, gt=0)
+    """Least acceptable rollout throughput, as a share of stock on the same machine."""
+
+
+class Budget(BaseModel):
+    """What one `agent run` or `agent resume` may spend before it pauses."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    minutes: float = Field(60, ge=0)
+    """Wall clock of one call."""
+    attempts: int = Field(12, ge=0)
+    """Attempts started by one call."""
+
+
+class Config(BaseModel):
+    """One workspace's settings; the file is written once, when the workspace is made, and belongs to the user afterwards."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    """Family, as listed by `agent models`."""
+    scale: str
+    """tiny, slice or full."""
+    weights: str | None = None
+    """Folder of a local Hugging Face checkpoint; absent: seeded weights, made once per machine."""
+    policy: str = "playbook"
+    """Who picks the next step."""
+    target: Target = Target()
+    budget: Budget = Budget()
+
+    @classmethod
+    def load(cls, path: Path) -> "Config":
+        """Raises UserError that names the field, what was found and what is accepted."""
+        try:
+            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise UserError(f"{path} does not exist; `agent run --model MODEL --workspace {path.parent}` makes a workspace") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is not valid TOML: {error}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise UserError(f"{path}: {field}: {first['msg']}, found {first['input']!r}") from None
+
+    def dumps(self) -> str:
+        lines = [f"model = {_quote(self.model)}", f"scale = {_quote(self.scale)}"]
+        if self.weights:
+            lines.append(f"weights = {_quote(self.weights)}")
+        lines += [
+            f"policy = {_quote(self.policy)}",
+            "",
+            "[target]",
+            f"throughput = {self.target.throughput}  # share of stock",
+            "",
+            "[budget]  # of one call of `agent run` or `agent resume`",
+            f"minutes = {self.budget.minutes}",
+            f"attempts = {self.budget.attempts}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def _quote(text: str) -> str:
+    """TOML basic string."""
+    escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c for c in text.replace("\\", "\\\\").replace('"', '\\"'))
+    return f'"{escaped}"'

@@ -1,0 +1,200 @@
+"""The comparison and the decision: pure functions over raw arrays. Equality is equality of fp32 bit patterns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from agent.arrays import LogProbs
+from agent.verdict import AccuracyResult, ConditionResult, ControlResult, Difference, ThroughputResult, Verdict
+from consistency.conditions import Condition
+
+FLAT = 0.97
+"""A mean log-probability below this share of -ln V is what a model without preferences gives; every comparison of it passes."""
+ACCURACY_FACTOR = 2.0
+CLOCK_FACTOR, CLOCK_SLACK = 1.25, 0.25
+"""The parent's clock may exceed the job's by this factor plus these seconds; more means that the job timed something else."""
+
+Sampled = Mapping[int, Sequence[int]]
+"""request -> its sampled tokens, as the parent knows them"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Log-probabilities sorted by key, after `arrange` found nothing to object to."""
+
+    key: np.ndarray
+    """int64: request * 2**32 + position"""
+    logprob: np.ndarray
+    """float32"""
+
+    def bits(self) -> np.ndarray:
+        return self.logprob.view(np.int32)
+
+    def of(self, requests: Iterable[int]) -> Table:
+        """Only these requests."""
+        keep = np.isin(self.key >> 32, list(requests))
+        return Table(self.key[keep], self.logprob[keep])
+
+
+    def renumber(self, requests: Sequence[int]) -> Table:
+        """Request i becomes requests[i]; `requests` ascends, so the order of keys stays."""
+        return Table((np.asarray(requests, np.int64)[self.key >> 32] << 32) + (self.key & 0xFFFFFFFF), self.logprob)
+
+
+def keys(request: np.ndarray, position: np.ndarray) -> np.ndarray:
+    return (request.astype(np.int64) << 32) + position.astype(np.int64)
+
+
+def arrange(found: LogProbs, sampled: Sampled) -> tuple[Table | None, list[str]]:
+    """Sorts an answer by key and checks it against the tokens that were sampled.
+
+    Returns no table and the objections if keys are missing, duplicated or unknown, or if a log-probability is of another token.
+    """
+    wanted = np.array([(request << 32) + position for request in sorted(sampled) for position in range(len(sampled[request]))], np.int64)
+    tokens = np.array([token for request in sorted(sampled) for token in sampled[request]], np.int64)
+    key = keys(found.request, found.position)
+    order = np.argsort(key, kind="stable")
+    if not np.array_equal(key[order], wanted):
+        counts = {"duplicated": len(key) - len(np.unique(key)), "missing": len(np.setdiff1d(wanted, key)),
+                  "unknown": len(np.setdiff1d(key, wanted))}
+        return None, [f"{count} {kind} tokens" for kind, count in counts.items() if count]
+    if others := int((found.token[order] != tokens).sum()):
+        return None, [f"{others} log-probabilities are of tokens that were not sampled"]
+    return Table(wanted, found.logprob[order]), []
+
+
+def flat(table: Table, vocabulary: int) -> list[str]:
+    """Objection to log-probabilities that carry no information: all equal, or as a uniform distribution gives them."""
+    values = table.logprob[np.isfinite(table.logprob)].astype(np.float64)
+    if len(values) > 1 and (values == values[0]).all():
+        return ["all log-probabilities are equal"]
+    if len(values) and values.mean() < -FLAT * math.log(vocabulary):
+        return [f"the mean log-probability {values.mean():.3f} is that of a flat distribution over {vocabulary} tokens"]
+    return []
+
+
+def compare(left: Table, right: Table) -> tuple[int, int]:
+    """(tokens, mismatches) over the keys that both tables have. Values that are not finite count as mismatches even if their bits agree."""
+    left, right = overlap(left, right)
+    equal = (left.bits() == right.bits()) & np.isfinite(left.logprob) & np.isfinite(right.logprob)
+    return len(equal), int((~equal).sum())
+
+
+def difference(rollout: Table, training: Table) -> Difference:
+    """Mismatches, K3 and the largest difference, in nats; pairs that are not finite count as mismatches only."""
+    rollout, training = overlap(rollout, training)
+    _, mismatches = compare(rollout, training)
+    r = training.logprob.astype(np.float64) - rollout.logprob.astype(np.float64)
+    r = r[np.isfinite(r)]
+    if not len(r):
+        return Difference(mismatches=mismatches, k3=0.0, max_abs=0.0)
+    return Difference(mismatches=mismatches, k3=float((np.expm1(r) - r).mean()), max_abs=float(np.abs(r).max()))
+
+
+def overlap(left: Table, right: Table) -> tuple[Table, Table]:
+    """Both tables cut to the keys that they share."""
+    shared, of_left, of_right = np.intersect1d(left.key, right.key, assume_unique=True, return_indices=True)
+    return Table(shared, left.logprob[of_left]), Table(shared, right.logprob[of_right])
+
+
+def accuracy(reference: Table, stock: Table, candidate: Table) -> AccuracyResult:
+    """Root-mean-square distance to the reference; the candidate may have twice stock's."""
+    def distance(table: Table) -> tuple[int, float]:
+        mine, exact = overlap(table, reference)
+        error = mine.logprob.astype(np.float64) - exact.logprob.astype(np.float64)
+        return len(error), float(np.sqrt((error**2).mean())) if len(error) else math.nan
+
+    tokens, of_candidate = distance(candidate)
+    _, of_stock = distance(stock)
+    return AccuracyResult(tokens=tokens, stock=of_stock, candidate=of_candidate, allowed=ACCURACY_FACTOR * of_stock)
+
+
+def took_place(condition: Condition, counters: Mapping[str, Any], requests: int) -> str:
+    """Objection if the counters of the right probe say that the condition did not really happen, else an empty string."""
+    if condition.happened is None:
+        return ""
+    count, floor = counters.get(condition.happened), requests if condition.more_than == "requests" else 0
+    if isinstance(count, int) and count > floor:
+        return ""
+    return f"it did not take place: {condition.happened} is {count}, more than {floor} needed"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One throughput run."""
+
+    tokens: int
+    seconds: float
+    """as the job measured it"""
+    wall_seconds: float
+    """as the parent saw it"""
+
+
+def throughput(pairs: Sequence[tuple[Timed, Timed]], tokens: int) -> tuple[ThroughputResult | None, list[str]]:
+    """Ratio over neighbouring (stock, candidate) runs of `tokens` tokens each, and objections to how they were timed."""
+    objections = []
+    for name, runs in (("stock", [s for s, _ in pairs]), ("candidate", [c for _, c in pairs])):
+        for run in runs:
+            if run.tokens != tokens:
+                objections.append(f"throughput: a {name} run made {run.tokens} tokens instead of {tokens}")
+            elif not 0 < run.seconds <= run.wall_seconds:
+                objections.append(f"throughput: a {name} run claims {run.seconds:.2f} s, but took {run.wall_seconds:.2f} s")
+            elif run.wall_seconds > CLOCK_FACTOR * run.seconds + CLOCK_SLACK:
+                objections.append(f"throughput: a {name} run claims {run.seconds:.2f} s of the {run.wall_seconds:.2f} s that it took")
+    if objections or not pairs:
+        return None, objections or ["throughput: no pairs were timed"]
+    stock = [s.tokens / s.seconds for s, _ in pairs]
+    candidate = [c.tokens / c.seconds for _, c in pairs]
+    ratios = [c / s for s, c in zip(stock, candidate, strict=True)]
+    return ThroughputResult(stock=median(stock), candidate=median(candidate), ratio=median(ratios), spread=(min(ratios), max(ratios))), []
+
+
+def configuration_differences(stock: Mapping[str, Any], candidate: Mapping[str, Any], ignore: Iterable[str] = ()) -> list[str]:
+    """Fields of two resolved engine configurations that differ, as `path: stock -> candidate`."""
+    left, right, skipped = _flatten(stock), _flatten(candidate), set(ignore)
+    return [f"{path}: {left.get(path, 'absent')} -> {right.get(path, 'absent')}" for path in sorted(left.keys() | right.keys())
+            if path.split(".")[0] not in skipped and left.get(path, _ABSENT) != right.get(path, _ABSENT)]
+
+
+_ABSENT = object()
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        return {key: leaf for name, inner in value.items() for key, leaf in _flatten(inner, f"{path}.{name}" if path else str(name)).items()}
+    return {path: value}
+
+
+def decide(conditions: Sequence[ConditionResult], controls: Sequence[ControlResult], *, tokens: int, least_tokens: int, void: Sequence[str],
+           accuracy: AccuracyResult | None) -> Verdict:
+    """The verdict. `void` are the objections found so far; the rules that need the whole picture are added here."""
+    reasons = list(dict.fromkeys(void))
+    if tokens < least_tokens:
+        reasons.append(f"{tokens} sampled tokens were compared, {least_tokens} are needed")
+    if not controls:
+        reasons.append("no negative control")
+    for control in controls:
+        if not control.ran:
+            reasons.append(f"negative control '{control.name}' did not run: {control.reason}")
+        elif control.mismatches == 0:
+            reasons.append(f"negative control '{control.name}': a weight was moved by one ulp and nothing was reported")
+    is_void = bool(reasons)
+    for condition in conditions:
+        if not condition.ran and not condition.excused:
+            reasons.append(f"'{condition.name}' did not run: {condition.reason}")
+        elif condition.ran and condition.tokens == 0:
+            reasons.append(f"'{condition.name}' compared no token")
+    if not any(condition.ran for condition in conditions):
+        reasons.append("no condition ran")
+    if accuracy is not None and not accuracy.ok:
+        reasons.append(f"accuracy: the candidate is {accuracy.candidate:.2e} nats from the reference, stock {accuracy.stock:.2e}, "
+                       f"allowed {accuracy.allowed:.2e}")
+    mismatches = sum(condition.mismatches for condition in conditions)
+    return Verdict(exact=not reasons and mismatches == 0, void=is_void, tokens=tokens, mismatches=mismatches, conditions=list(conditions),
+                   reasons=reasons)

@@ -1,0 +1,70 @@
+"""Who picks the next step of a run: a policy sees the run's state and returns one action; the loop carries it out and decides what is kept."""
+
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+
+from pydantic import BaseModel, Field
+
+from agent.errors import UserError
+from agent.tools.patch_kernel import Binding
+
+if TYPE_CHECKING:
+    from agent.state import RunState
+
+
+class Verify(BaseModel):
+    """Compare the engines: the open attempt if there is one, else the run branch."""
+
+    kind: Literal["verify"] = "verify"
+    level: Literal["quick", "full"] = "quick"
+
+
+class Localize(BaseModel):
+    """Find the first diverging operator per dimension: of the open attempt if there is one, else of the run branch."""
+
+    kind: Literal["localize"] = "localize"
+
+
+class Repro(BaseModel):
+    """Cut the run branch's divergences down to folders that run alone."""
+
+    kind: Literal["repro"] = "repro"
+    divergences: list[str]
+    """`state.key` of each."""
+
+
+class Patch(BaseModel):
+    """Open the next attempt: a contract change and new kernel files in a worktree of their own."""
+
+    kind: Literal["patch"] = "patch"
+    bindings: list[Binding] = []
+    files: dict[str, str] = Field(default_factory=dict)
+    addresses: list[str]
+    """Keys of the divergences that this shall remove; their repros must turn to 0."""
+    why: str
+
+
+class Stop(BaseModel):
+    """End the run with what the run branch holds."""
+
+    kind: Literal["stop"] = "stop"
+    why: str
+
+
+Action = Annotated[Verify | Localize | Repro | Patch | Stop, Field(discriminator="kind")]
+
+
+class Policy(Protocol):
+    name: str
+    """What commits name as the author of the choice."""
+
+    def decide(self, state: "RunState") -> Action: ...
+
+
+def make_policy(name: str) -> Policy:
+    """Raises UserError on a name nobody has registered."""
+    from agent.policies.playbook import Playbook
+
+    known = {Playbook.name: Playbook}
+    if name not in known:
+        raise UserError(f"unknown policy {name!r}; known: {', '.join(known)}")
+    return known[name]()

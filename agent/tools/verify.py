@@ -1,0 +1,306 @@
+"""`verify`: runs the matrix on both engines, compares the raw arrays here, in the parent, and writes the verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel
+
+from agent import oracle, plan
+from agent.arrays import BadArrays, LogProbs
+from agent.draw import Draw
+from agent.errors import JobFailed, StepFailed, UserError
+from agent.model_facts import read_facts
+from agent.oracle import Table
+from agent.session import Answer, Engine, Job, Session
+from agent.tools.throughput import measure_throughput
+from agent.tracks import Track, run_tracks
+from agent.verdict import AccuracyResult, ConditionResult, ControlResult, ThroughputResult, VerifyReport
+from agent.workspace import write_atomic
+from consistency.conditions import MATRICES, Condition, Control, Probe, Process
+from consistency.contract import Contract
+from consistency.models.catalog import FAMILIES
+from sandboxes import Sandbox
+from sandboxes.local import LocalSandbox
+
+ENGINES: dict[Process, Engine] = {"rollout": "rollout", "second rollout": "rollout", "stock rollout": "rollout", "training": "training",
+                                  "reference": "training"}
+START_ORDER: tuple[Process, ...] = ("rollout", "training", "stock rollout", "second rollout", "reference")
+TIMED: tuple[Process, ...] = ("stock rollout", "second rollout")
+MAY_DIFFER = ("plugin", "contract", "kernels")
+"""Top-level fields of the resolved configuration in which stock and candidate are meant to differ."""
+ENGINE_LIMITS = {"max_num_seqs": 64, "max_model_len": 512}
+HEARTBEAT_SECONDS = 0.5
+
+
+class VerifyRequest(BaseModel):
+    family: str
+    """as listed by `agent models`"""
+    scale: str = "tiny"
+    checkpoint: Path
+    """folder of a Hugging Face checkpoint that both engines load"""
+    contract: Contract
+    kernels: Path | None = None
+    """folder that `kernels:` names refer to"""
+    level: Literal["quick", "full"] = "full"
+    target_throughput: float = 0.913
+    """least acceptable share of stock's throughput"""
+    directory: Path
+    """new or empty; keeps job files, logs, raw arrays and report.json"""
+    seed: str | None = None
+    """repeats the prompts of an earlier report; None: fresh ones, which a final verdict needs"""
+
+
+@dataclass(frozen=True)
+class VerifyProgress:
+    """Where a verify stands. Sent after each event and about twice a second; the callback may raise to stop it."""
+
+    phase: Literal["engines", "compare", "throughput", "done"]
+    condition: str
+    """what was decided last, or the process that starts"""
+    done: int
+    """conditions decided"""
+    conditions: int
+    tokens: int
+    """log-probabilities compared so far"""
+    mismatches: int
+    ratio: float | None
+
+
+def verify(request: VerifyRequest, progress: Callable[[VerifyProgress], None] = lambda _: None, sandbox: Sandbox | None = None) -> VerifyReport:
+    """Runs one level of the matrix and returns the report, also written to `report.json`.
+
+    Raises UserError for an unknown family or scale, an unusable checkpoint or a used directory, and JobFailed if an engine dies.
+    Leaves no process behind, however it ends.
+    """
+    return _Verification(request, progress, sandbox or LocalSandbox()).run()
+
+
+class _Verification:
+    def __init__(self, request: VerifyRequest, progress: Callable[[VerifyProgress], None], sandbox: Sandbox) -> None:
+        if request.family not in FAMILIES:
+            raise UserError(f"unknown model '{request.family}'; known: {', '.join(FAMILIES)}")
+        if (request.scale, request.level) not in MATRICES:
+            raise UserError(f"no verification matrix for scale '{request.scale}'; there is one for {', '.join(sorted({s for s, _ in MATRICES}))}")
+        if request.directory.exists() and any(request.directory.iterdir()):
+            raise UserError(f"{request.directory} is not empty; give a new folder for the evidence")
+        self.request, self.sandbox, self.progress = request, sandbox, progress
+        self.family = FAMILIES[request.family]
+        self.matrix = MATRICES[request.scale, request.level]
+        self.model = read_facts(request.checkpoint)
+        self.draw = Draw(self.model, request.seed)
+        self.prompts = {name: self.draw.prompts(name, wanted) for name, wanted in self.matrix.sets.items()}
+        self.results: dict[Condition, ConditionResult] = {
+            c: ConditionResult(name=c.name, dimension=c.dimension, ran=False, excused=True, reason=self.family.cannot[c.requires])
+            for c in self.matrix.conditions if c.requires in self.family.cannot}
+        self.plan = plan.probes(self.matrix, [c for c in self.matrix.conditions if c not in self.results])
+        self.sampled: dict[str, dict[int, list[int]]] = {}
+        self.tables: dict[Probe, Table] = {}
+        self.counters: dict[Probe, dict[str, Any]] = {}
+        self.failed: dict[Probe, str] = {}
+        self.void: list[str] = []
+        self.environment: dict[str, dict] = {"sandbox": asdict(sandbox.capabilities())}
+        self.sessions: dict[Process, Session] = {}
+        self.ratio: float | None = None
+        self.last = ("engines", "")
+        self.spoke = 0.0
+
+    def run(self) -> VerifyReport:
+        begun = time.monotonic()
+        with ExitStack() as stack:
+            processes = [process for process in START_ORDER if process in self.plan]
+            slots = max(2, len(os.sched_getaffinity(0)))
+            run_tracks([self._track(process, stack) for process in processes], slots, self._heartbeat)
+            throughput = self._throughput()
+        accuracy = self._accuracy()
+        controls = [self._control(control) for control in self.matrix.controls]
+        loss = [self.tables.get(probe) for probe in (self.matrix.sampled, self.matrix.loss)]
+        baseline = oracle.difference(*loss) if all(loss) else None
+        for table in filter(None, loss):
+            self.void += oracle.flat(table, self.model.vocabulary)
+        verdict = oracle.decide(
+            [self.results[c] for c in self.matrix.conditions], controls, void=self.void, accuracy=accuracy,
+            tokens=oracle.compare(*loss)[0] if all(loss) else 0, least_tokens=self.matrix.least_tokens)
+        report = VerifyReport(
+            family=self.request.family, scale=self.request.scale, level=self.request.level, verdict=verdict, baseline=baseline,
+            throughput=throughput, target_throughput=self.request.target_throughput, accuracy=accuracy, controls=controls,
+            contract=self.request.contract.as_dict(), seed=self.draw.seed, environment=self.environment,
+            evidence=str(self.request.directory), seconds=time.monotonic() - begun)
+        self._keep("prompts.json", {name: [prompt.tokens for prompt in prompts] for name, prompts in self.prompts.items()})
+        self._keep("report.json", report.model_dump(mode="json"))
+        self._say("done", "")
+        return report
+
+    def _track(self, process: Process, stack: ExitStack) -> Track:
+        """One process, from its start to its last probe. The timed ones stay for the throughput measurement."""
+        self._say("engines", process)
+        session = stack.enter_context(Session(self._job(process), self.request.directory / "jobs" / process.replace(" ", "-"),
+                                              sandbox=self.sandbox))
+        self.sessions[process] = session
+        yield partial(session.ready, session.start)
+        started = session.collect(session.start).data
+        self.environment[process] = {name: started.get(name) for name in ("environment", "engine", "seconds")}
+        weights = "loaded"
+        for probe in self.plan[process]:
+            yield partial(self._can_run, probe)
+            try:
+                if probe.weights != weights:
+                    yield from self._move_weights(session, probe.weights)
+                    weights = probe.weights
+                answer = yield from _ask(session, self._step(probe))
+            except StepFailed as error:
+                if probe.step == "generate":
+                    raise
+                self.failed[probe] = error.reason
+            else:
+                self._take(probe, answer)
+            self._decide_conditions()
+        if not (self.matrix.timing and process in TIMED):
+            session.close()
+
+    def _job(self, process: Process) -> Job:
+        """Kernels of the candidate go into the candidate's processes only."""
+        request = self.request
+        contract, kernels, settings = request.contract, request.kernels, {"threads": 1}
+        if process == "stock rollout":
+            contract, kernels = Contract(), None
+        elif process == "reference":
+            contract, kernels = Contract(training=dict.fromkeys(self.family.operators, "reference")), None
+        if ENGINES[process] == "rollout":
+            settings |= {**ENGINE_LIMITS, "plugin": process != "stock rollout", "logprobs_mode": "raw_logprobs",
+                         "enable_prefix_caching": "prefix_cache" not in self.family.cannot}
+        return Job(ENGINES[process], request.family, request.checkpoint, contract, kernels, settings)
+
+    def _can_run(self, probe: Probe) -> bool:
+        return probe.step == "generate" or probe.requests in self.sampled
+
+    def _step(self, probe: Probe) -> dict[str, Any]:
+        prompts, wanted = self.prompts[probe.requests], self.matrix.sets[probe.requests]
+        if probe.step == "generate":
+            return plan.generate_step(prompts, wanted.new_tokens, self.draw.sampling_seed(probe.requests), wanted.temperature)
+        return plan.scoring_step(probe, prompts, self._covered(probe), self.model)
+
+    def _covered(self, probe: Probe) -> dict[int, list[int]]:
+        """Request -> the sampled tokens that the probe covers."""
+        return {i: self.sampled[probe.requests][i][: probe.tokens] for i in plan.selected(self.prompts[probe.requests], probe.select, probe.count)}
+
+    def _move_weights(self, session: Session, weights: str) -> Generator[Callable[[], bool], None, None]:
+        if weights == "updated":
+            yield from _ask(session, {"kind": "perturb", "parameter": None, "ulps": 1})
+        else:
+            yield from _ask(session, {"kind": "reload", "checkpoint": None})
+
+    def _take(self, probe: Probe, answer: Answer) -> None:
+        """Checks an answer and keeps it, or keeps what is wrong with it."""
+        self.counters[probe] = answer.data
+        try:
+            found = LogProbs.from_arrays(answer.arrays)
+            if probe.step == "generate":
+                self.sampled[probe.requests] = self._sampled(probe.requests, found)
+            covered = self._covered(probe)
+            table, objections = oracle.arrange(found, dict(enumerate(tokens for _, tokens in sorted(covered.items()))))
+        except BadArrays as error:
+            table, objections = None, [str(error)]
+        if table is None:
+            if probe.step == "generate":
+                raise JobFailed(f"the rollout's sample cannot be used: {'; '.join(objections)}", self.sessions[probe.process].directory)
+            self.failed[probe] = "; ".join(objections)
+            self.void += [f"{probe.process}, {probe.step}: {objection}" for objection in objections]
+        else:
+            self.tables[probe] = table.renumber(sorted(covered))
+
+    def _sampled(self, name: str, found: LogProbs) -> dict[int, list[int]]:
+        """Request -> sampled tokens. Raises BadArrays unless every request has as many tokens of the vocabulary as were asked for."""
+        wanted = self.matrix.sets[name]
+        tokens: dict[int, list[int]] = {}
+        for request in range(wanted.count):
+            mine = found.request == request
+            tokens[request] = found.token[mine][np.argsort(found.position[mine], kind="stable")].tolist()
+            if len(tokens[request]) != wanted.new_tokens or not all(0 <= t < self.model.vocabulary for t in tokens[request]):
+                raise BadArrays(f"request {request} has {len(tokens[request])} tokens, {wanted.new_tokens} of the vocabulary were asked for")
+        return tokens
+
+    def _decide_conditions(self) -> None:
+        for condition in self.matrix.conditions:
+            pair = (condition.left, condition.right)
+            if condition not in self.results and all(probe in self.tables or probe in self.failed for probe in pair):
+                self.results[condition] = self._decide(condition)
+                self._say("compare", condition.name)
+
+    def _decide(self, condition: Condition) -> ConditionResult:
+        result = ConditionResult(name=condition.name, dimension=condition.dimension, ran=False)
+        for probe in (condition.left, condition.right):
+            if probe in self.failed:
+                return result.model_copy(update={"reason": self.failed[probe]})
+        covered = len(plan.selected(self.prompts[condition.right.requests], condition.right.select, condition.right.count))
+        if objection := oracle.took_place(condition, self.counters[condition.right], covered):
+            self.void.append(f"'{condition.name}': {objection}")
+            return result.model_copy(update={"reason": objection})
+        chosen = plan.selected(self.prompts[condition.left.requests], condition.only)
+        left, right = (self.tables[probe].of(chosen) for probe in (condition.left, condition.right))
+        tokens, _ = oracle.compare(left, right)
+        found = oracle.difference(left, right)
+        return result.model_copy(update={"ran": True, "tokens": tokens, **found.model_dump()})
+
+    def _control(self, control: Control) -> ControlResult:
+        for probe in (control.before, control.after):
+            if probe not in self.tables:
+                return ControlResult(name=control.name, ran=False, reason=self.failed.get(probe, "its step was not reached"))
+        tokens, mismatches = oracle.compare(self.tables[control.before], self.tables[control.after])
+        return ControlResult(name=control.name, ran=True, tokens=tokens, mismatches=mismatches)
+
+    def _accuracy(self) -> AccuracyResult | None:
+        """None if this level has none, or if it could not be measured, which is an objection."""
+        if self.matrix.accuracy is None:
+            return None
+        tables = []
+        for name in ("reference", "stock", "candidate"):
+            probe = getattr(self.matrix.accuracy, name)
+            if probe not in self.tables:
+                self.void.append(f"accuracy: {self.failed.get(probe, 'its step was not reached')}")
+                return None
+            tables.append(self.tables[probe])
+        return oracle.accuracy(*tables)
+
+    def _throughput(self) -> ThroughputResult | None:
+        if self.matrix.timing is None:
+            return None
+        stock, candidate = (self.sessions[process] for process in TIMED)
+        differing = oracle.configuration_differences(stock.started.get("engine", {}), candidate.started.get("engine", {}), MAY_DIFFER)
+        self.void += [f"the engines are configured differently: {line}" for line in differing]
+        self._say("throughput", "warm-up")
+        result, objections = measure_throughput(stock, candidate, self.matrix.timing, self.draw, self._pair)
+        self.void += objections
+        return result
+
+    def _pair(self, so_far: ThroughputResult | None) -> None:
+        self.ratio = so_far.ratio if so_far else None
+        self._say("throughput", "")
+
+    def _heartbeat(self) -> None:
+        if time.monotonic() - self.spoke > HEARTBEAT_SECONDS:
+            self._say(*self.last)
+
+    def _say(self, phase: Any, condition: str) -> None:
+        self.last, self.spoke = (phase, condition), time.monotonic()
+        results = self.results.values()
+        self.progress(VerifyProgress(phase, condition, len(self.results), len(self.matrix.conditions), sum(r.tokens for r in results),
+                                     sum(r.mismatches for r in results), self.ratio))
+
+    def _keep(self, name: str, data: Any) -> None:
+        write_atomic(self.request.directory / name, json.dumps(data, indent=1).encode())
+
+
+def _ask(session: Session, step: dict[str, Any]) -> Generator[Callable[[], bool], None, Answer]:
+    ticket = session.submit(step)
+    yield partial(session.ready, ticket)
+    return session.collect(ticket)

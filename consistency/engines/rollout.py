@@ -1,0 +1,197 @@
+"""The rollout: vLLM in this process, driven step by step so that a schedule can be imposed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from consistency.contract import Contract
+from consistency.engines.arrays import arrays
+
+DEFAULTS = {"plugin": True, "max_num_seqs": 64, "max_model_len": 512, "max_num_batched_tokens": 2048, "logprobs_mode": "raw_logprobs",
+            "enable_prefix_caching": True, "eager": True, "threads": 1}
+
+
+@dataclass
+class Schedule:
+    """What one run of requests must go through."""
+
+    groups: list[list[int]] | None = None
+    """request indices that run together, group after group; None: all together"""
+    chunk: int | None = None
+    """longest prefill of one request in one step, tokens"""
+    preempt_every: int | None = None
+    """preempt every running request each so many steps"""
+    prefix_cache: str = "off"
+    """`off`: no request reads it; `cold`: emptied first; `warm`: filled by a run of the same requests first"""
+    stagger: int = 0
+    """request i joins i * stagger steps after its group started"""
+
+
+class Rollout:
+    """vLLM with a contract bound. The engine core runs in this process, so state is at hand and a job is one process."""
+
+    def __init__(self, family: str, checkpoint: Path, contract: Contract, kernels: Path | None = None, engine: dict | None = None):
+        settings = {**DEFAULTS, **(engine or {})}
+        unknown = set(settings) - set(DEFAULTS)
+        if unknown:
+            raise ValueError(f"unknown rollout setting '{sorted(unknown)[0]}'; known: {', '.join(DEFAULTS)}")
+        self.family, self.checkpoint, self.settings = family, checkpoint, settings
+        if settings["plugin"]:
+            from consistency.engines import plugin
+
+            self.bindings = plugin.install(kernels)
+            self.bindings.bind(contract)
+        elif contract != Contract():
+            raise ValueError("a contract needs the plugin")
+        else:
+            self.bindings = None
+        from vllm import LLM
+
+        from consistency.engines.forced_tokens import ForcedTokens
+
+        torch.set_num_threads(settings["threads"])
+        self.llm = LLM(
+            str(checkpoint), enforce_eager=settings["eager"], skip_tokenizer_init=True, max_model_len=settings["max_model_len"],
+            max_num_seqs=settings["max_num_seqs"], max_num_batched_tokens=settings["max_num_batched_tokens"],
+            logprobs_mode=settings["logprobs_mode"], enable_prefix_caching=settings["enable_prefix_caching"] and family != "nemotron-3.5",
+            logits_processors=[ForcedTokens], disable_log_stats=True, seed=0)
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.model = self.runner.model
+        self._count = 0
+
+    def resolved(self) -> dict:
+        """The engine configuration that a throughput comparison must find equal on both arms."""
+        config = self.llm.llm_engine.vllm_config
+        return {**self.settings, "plugin": None,
+                "dtype": str(config.model_config.dtype), "block_size": config.cache_config.block_size,
+                "prefix_caching": config.cache_config.enable_prefix_caching, "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+                "ssm_cache_dtype": config.cache_config.mamba_ssm_cache_dtype, "kv_cache_dtype": config.cache_config.cache_dtype,
+                "compilation_mode": str(config.compilation_config.mode), "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+                "async_scheduling": config.scheduler_config.async_scheduling, "num_blocks": config.cache_config.num_gpu_blocks,
+                "torch_threads": torch.get_num_threads()}
+
+    # ---- running requests -------------------------------------------------------------------------------------------
+
+    def run(self, prompts: list[list[int]], params: list, schedule: Schedule, on_step: Callable[[], None] | None = None) -> tuple[list, dict]:
+        """Runs requests under a schedule.
+
+        Returns (vLLM's outputs in request order, counters: steps, preemptions, cached_tokens, longest_prefill). Raises ValueError when a
+        schedule cannot be imposed.
+        """
+        engine = self.llm.llm_engine
+        outputs: dict[int, object] = {}
+        counters = {"steps": 0, "preemptions": 0, "cached_tokens": 0, "prefill_chunks": 0}
+        if schedule.prefix_cache == "cold":
+            self.llm.reset_prefix_cache()
+        elif schedule.prefix_cache == "warm":
+            self.run(prompts, [self._replace(p, skip_reading_prefix_cache=True) for p in params], Schedule(groups=schedule.groups, prefix_cache="cold"))
+        self.scheduler.scheduler_config.long_prefill_token_threshold = schedule.chunk or 0
+        try:
+            for group in schedule.groups or [list(range(len(prompts)))]:
+                waiting = list(enumerate(group))
+                step = 0
+                while waiting or engine.has_unfinished_requests():
+                    while waiting and waiting[0][0] * schedule.stagger <= step:
+                        index = waiting.pop(0)[1]
+                        self._count += 1
+                        engine.add_request(f"{self._count}/{index}", {"prompt_token_ids": prompts[index]}, params[index])
+                    if schedule.preempt_every and step and step % schedule.preempt_every == 0 and self.scheduler.running:
+                        counters["preemptions"] += len(self.scheduler.running)
+                        self.llm.reset_prefix_cache(reset_running_requests=True)
+                    before = on_step or (lambda: None)
+                    before()
+                    for output in engine.step():
+                        if output.finished:
+                            outputs[int(output.request_id.split("/")[1])] = output
+                            counters["cached_tokens"] += output.num_cached_tokens or 0
+                    step += 1
+                    counters["steps"] += 1
+        except BaseException:
+            engine.abort_request([r.request_id for r in [*self.scheduler.running, *self.scheduler.waiting]])
+            raise
+        finally:
+            self.scheduler.scheduler_config.long_prefill_token_threshold = 0
+        if schedule.chunk:
+            counters["prefill_chunks"] = sum(-(-len(p) // schedule.chunk) for p in prompts)
+        return [outputs[i] for i in range(len(prompts))], counters
+
+    @staticmethod
+    def _replace(params, **changes):
+        copy = params.clone()
+        for name, value in changes.items():
+            setattr(copy, name, value)
+        return copy
+
+    def _params(self, *, max_tokens: int, temperature: float, forced: list[int] | None = None, seed: int | None = None, read_cache: bool = False,
+                prompt_logprobs: int | None = None, logprobs: int | None = 0):
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, min_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, detokenize=False, seed=seed,
+            prompt_logprobs=prompt_logprobs, skip_reading_prefix_cache=not read_cache, extra_args={"forced_tokens": forced} if forced else None)
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int], seed: int, temperature: float) -> tuple[dict, dict]:
+        """Samples. Returns (log-probability arrays, counters)."""
+        params = [self._params(max_tokens=n, temperature=temperature, seed=seed + i) for i, n in enumerate(max_tokens)]
+        outputs, counters = self.run(prompts, params, Schedule())
+        return _sampled(outputs), counters
+
+    def replay(self, requests: list[dict], schedule: Schedule, temperature: float | None, on_step=None) -> tuple[dict, dict]:
+        """Decodes given tokens under a schedule. Returns (log-probability arrays, counters)."""
+        params = [self._params(max_tokens=len(r["tokens"]), temperature=temperature or 1.0, forced=r["tokens"],
+                               read_cache=schedule.prefix_cache != "off") for r in requests]
+        outputs, counters = self.run([r["prompt"] for r in requests], params, schedule, on_step)
+        return _sampled(outputs), counters
+
+    def score(self, requests: list[dict], schedule: Schedule, on_step=None) -> tuple[dict, dict]:
+        """Log-probabilities of given tokens by prefill (prompt log-probabilities)."""
+        params = [self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0, logprobs=None) for _ in requests]
+        outputs, counters = self.run([r["prompt"] + r["tokens"] for r in requests], params, schedule, on_step)
+        rows = []
+        for i, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+            start = len(request["prompt"])
+            for j, token in enumerate(request["tokens"]):
+                rows.append((i, j, token, output.prompt_logprobs[start + j][token].logprob))
+        return arrays(rows), counters
+
+    def throughput(self, prompts: list[list[int]], max_tokens: int) -> dict:
+        """Decode of fixed length, unseeded sampling at temperature 1 with log-probabilities on."""
+        params = [self._params(max_tokens=max_tokens, temperature=1.0) for _ in prompts]
+        started = time.perf_counter()
+        outputs, _ = self.run(prompts, params, Schedule())
+        seconds = time.perf_counter() - started
+        tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+        return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def reload(self, checkpoint: Path | None) -> None:
+        """Writes a checkpoint's weights in place through vLLM's own reload."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint or self.checkpoint)})
+        self.llm.reset_prefix_cache()
+
+    def parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.model.named_parameters()
+
+
+def _sampled(outputs) -> dict[str, torch.Tensor]:
+    return arrays([(i, j, token, entry[token].logprob)
+                   for i, output in enumerate(outputs)
+                   for j, (token, entry) in enumerate(zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True))])
+
+
+def prepare_environment(threads: int) -> None:
+    """Settings vLLM reads at import time. The engine core stays in this process and compiles nothing at this scale."""
+    os.environ.update({
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "VLLM_PLUGINS": "",
+        "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"})

@@ -1,0 +1,1 @@
+"""One file per operator: numeric contract, formula, kernel call, gradient."""

@@ -1,0 +1,154 @@
+"""Causal grouped-query attention over packed sequences (training, prefill) and over a paged cache (prefill, chunks, decode).
+
+Contract: FlashAttention 3 with one split, bf16, head dimension 128. One split means that a row's key blocks are visited in one order
+from the first key, whatever else is in the launch; the tile over queries does not change bits. The backward pass is
+FlashAttention's own in its deterministic mode, which orders the accumulation of dQ.
+"""
+
+import torch
+
+from consistency.operators.cuda.case import Case, Inputs, check_gradients, equal_elements, normal
+
+PAGE = 16
+
+
+def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Plain torch in the dtype of `q`: packed [tokens, heads, dim], causal inside each sequence of `lengths`."""
+    group = q.shape[1] // k.shape[1]
+    out = []
+    for queries, keys, values in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * q.shape[2] ** -0.5
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril()
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), values))
+    return torch.cat(out)
+
+
+def _flash(*args, **kwargs):
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(*args, fa_version=3, causal=True, **kwargs)
+
+
+@torch.library.custom_op("consistency_cuda::attention", mutates_args=())
+def attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    assert q.ndim == k.ndim == v.ndim == 3 and k.shape == v.shape and q.shape[1] % k.shape[1] == 0
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and cu_seqlens.dtype == torch.int32
+    out, lse = _flash(q, k, v, longest, cu_seqlens, longest, cu_seqlens_k=cu_seqlens, num_splits=1, return_softmax_lse=True)
+    return out, lse
+
+
+@attention_op.register_fake
+def _(q, k, v, cu_seqlens, longest):
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, cu_seqlens, ctx.longest = inputs
+    ctx.save_for_backward(q, k, v, cu_seqlens, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, grad, _):
+    q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
+    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out, lse, cu_seqlens, cu_seqlens, ctx.longest, ctx.longest, 0.0, True, unused, unused,
+            scale=q.shape[2] ** -0.5)
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+    return *grads[:3], None, None
+
+
+attention_op.register_autograd(_backward, setup_context=_setup)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+    """Packed causal attention: q [tokens, heads, 128], k and v [tokens, kv heads, 128], int32 `cu_seqlens`, longest length."""
+    return attention_op(q, k, v, cu_seqlens, longest)[0]
+
+
+def paged_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cu_queries: torch.Tensor, longest_query: int,
+                    lengths: torch.Tensor, longest: int, pages: torch.Tensor, splits: int = 1) -> torch.Tensor:
+    """Causal attention of the last queries of each sequence over a paged cache [pages, page, kv heads, 128].
+
+    `splits` is 1 under the contract; 0 lets FlashAttention choose by batch, which is what the engine does.
+    """
+    return _flash(q, keys, values, longest_query, cu_queries, longest, seqused_k=lengths, block_table=pages, num_splits=splits)
+
+
+def _decode_inputs(batch: int, heads: int, kv_heads: int, context: int, generator: torch.Generator) -> Inputs:
+    per_request = -(-context // PAGE)
+    shape = (batch * per_request, PAGE, kv_heads, 128)
+    pages = torch.randperm(batch * per_request, generator=generator, device=generator.device, dtype=torch.int32).view(batch, per_request)
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=generator.device)
+    lengths[1::2] -= 37
+    return Inputs((normal((batch, heads, 128), generator), lengths, pages), (normal(shape, generator), normal(shape, generator)))
+
+
+def _case(heads: int, kv_heads: int, families: tuple[str, ...], context: int, decode: tuple[int, ...]) -> Case:
+    def inputs(rows: int, generator: torch.Generator) -> Inputs:
+        return _decode_inputs(rows, heads, kv_heads, context, generator)
+
+    def call(q, lengths, pages, keys, values, splits):
+        starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+        return paged_attention(q, keys, values, starts, 1, lengths, context, pages, splits)
+
+    def exact(*args):
+        return call(*args, 1)
+
+    def stock(*args):
+        return call(*args, 0)
+
+    def reference(q, lengths, pages, keys, values):
+        group, out = heads // kv_heads, []
+        for row, length, table in zip(q.double(), lengths.tolist(), pages.long(), strict=True):
+            k, v = (c[table].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for c in (keys, values))
+            out.append(torch.einsum("hk,khd->hd", (torch.einsum("hd,khd->hk", row, k) * 128**-0.5).softmax(-1), v))
+        return torch.stack(out)
+
+    def phases():
+        generator = torch.Generator("cuda").manual_seed(6)
+        length, pages_used = 1000, 63
+        q = normal((length, heads, 128), generator)
+        cache = [torch.zeros(pages_used + 1, PAGE, kv_heads, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        table = 1 + torch.randperm(pages_used, generator=generator, device="cuda", dtype=torch.int32)[None]
+        packed = [normal((length, kv_heads, 128), generator) for _ in range(2)]
+        for stored, values in zip(cache, packed, strict=True):
+            padded = torch.cat((values, values.new_zeros(pages_used * PAGE - length, kv_heads, 128)))
+            stored[table[0].long()] = padded.unflatten(0, (pages_used, PAGE))
+        ends = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+        full = attention(q, *packed, ends, length)
+
+        def chunk(start: int, stop: int) -> torch.Tensor:
+            queries = torch.tensor([0, stop - start], dtype=torch.int32, device="cuda")
+            used = torch.tensor([stop], dtype=torch.int32, device="cuda")
+            return paged_attention(q[start:stop], *cache, queries, stop - start, used, stop, table)
+
+        found = {"paged prefill": equal_elements(chunk(0, length), full)}
+        found["decode"] = equal_elements(torch.cat([chunk(t, t + 1) for t in range(length)]), full)
+        for size in (7, 64, 96):
+            found[f"chunks of {size}"] = equal_elements(torch.cat([chunk(t, min(t + size, length)) for t in range(0, length, size)]), full)
+        return found
+
+    def gradients():
+        generator = torch.Generator("cuda").manual_seed(5)
+        lengths = [1, 200, 99]
+        names = dict(zip("qkv", (normal((300, h, 128), generator) for h in (heads, kv_heads, kv_heads)), strict=True))
+        ends = torch.tensor([0, 1, 201, 300], dtype=torch.int32, device="cuda")
+        return check_gradients(lambda q, k, v: attention(q, k, v, ends, 200), lambda q, k, v: attention_reference(q, k, v, lengths), names)
+
+    long = context > 4096
+    return Case("attention", f"{heads}/{kv_heads} context {context}", families, inputs, exact, reference, stock,
+                phases=None if long else phases, gradients=None if long else gradients, most_rows=max(decode), decode=decode, prefill=())
+
+
+CASES = [
+    _case(32, 2, ("nemotron-3.5",), 1024, (8, 32, 256)),
+    _case(16, 8, ("qwen3",), 1024, (8, 32, 256)),
+    _case(32, 2, ("nemotron-3.5",), 16384, (1, 4, 16)),
+    _case(16, 8, ("qwen3",), 16384, (1, 4, 16)),
+]
