@@ -17,7 +17,7 @@ _MASK = (1 << 62) - 1
 
 def fingerprint(rows: torch.Tensor) -> torch.Tensor:
     """rows [T, ...] of any dtype -> int64 [T], never negative."""
-    flat = rows.detach().reshape(rows.shape[0], -1).contiguous()
+    flat = rows.detach().flatten(1).contiguous() if rows.ndim > 1 else rows.detach()[:, None]
     bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
     columns = torch.arange(bits.shape[1], dtype=torch.int64, device=bits.device)
     odd = (columns * 0x2545F4914F6CDD1D + 0x1B873593) | 1

@@ -32,6 +32,9 @@ CHUNK_SCAN = {"BLOCK_M": 32, "BLOCK_P": 64, "BLOCK_K": 32, "num_warps": 4, "num_
 DECODE_ROW = {"BLOCK_K": 32, "num_warps": 4}
 DECODE_APPEND = {"BLOCK_K": 32, "num_warps": 4}
 FOLD_ROWS = 16
+OVERLAP = True
+"""Programmatic dependent launch of the decode step's second and third kernel: they start while the one before still runs, and wait for
+it where they first read what it wrote. The first kernel is launched plainly, so inputs and caches of earlier steps are complete."""
 
 
 @dataclass(frozen=True)
@@ -349,7 +352,9 @@ class Mamba2Cache:
 @triton.jit
 def _append_kernel(x_ptr, dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, positions_ptr, slots_ptr, x_buffer, B_buffer, dt_buffer, cs_buffer, cb_ptr,
                    x_stride, dt_stride, B_stride, C_stride, null_slot, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                   RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr):
+                   RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     group, request = tl.program_id(0), tl.program_id(2).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
     m = (tl.load(positions_ptr + request) % CHUNK).to(tl.int32)
@@ -381,22 +386,28 @@ def _append_kernel(x_ptr, dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, positions_ptr, 
 
 @triton.jit
 def _row_kernel(C_ptr, D_ptr, bias_ptr, positions_ptr, slots_ptr, state_ptr, x_buffer, dt_buffer, cs_buffer, cb_ptr, y_ptr, C_stride, null_slot,
-                HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr):
+                HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+                OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    if slot == null_slot:
-        return
     position = tl.load(positions_ptr + request)
     m = (position % CHUNK).to(tl.int32)
     n, p, rows = tl.arange(0, N), tl.arange(0, P), tl.arange(0, 16)[:, None]
     row = (slot * HEADS + head) * CHUNK
     # in the first chunk the slot still holds another request's state
     state = tl.load(state_ptr + (slot * HEADS + head) * P * N + p[None, :] * N + n[:, None],
-                    mask=(n[:, None] >= 0) & (p[None, :] >= 0) & (position >= CHUNK), other=0.0).to(x_buffer.dtype.element_ty)
+                    mask=(n[:, None] >= 0) & (p[None, :] >= 0) & (position >= CHUNK) & (slot != null_slot), other=0.0).to(x_buffer.dtype.element_ty)
     c = tl.load(C_ptr + request * C_stride + head // RATIO * N + n[None, :] + rows * 0, mask=(rows == 0) & (n[None, :] >= 0), other=0.0)
-    cs_m = tl.load(cs_buffer + row + m)
     bias = tl.load(bias_ptr + head).to(tl.float32)
-    accumulator = tl.dot(c, state) * _exp(cs_m)
+    accumulator = tl.dot(c, state)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if slot == null_slot:
+        return
+    cs_m = tl.load(cs_buffer + row + m)
+    accumulator *= _exp(cs_m)
     for base in range(0, m + 1, BLOCK_K):
         k = base + tl.arange(0, BLOCK_K)
         live = k <= m
@@ -415,12 +426,15 @@ def _row_kernel(C_ptr, D_ptr, bias_ptr, positions_ptr, slots_ptr, state_ptr, x_b
 @triton.jit
 def _fold_kernel(bias_ptr, positions_ptr, slots_ptr, state_ptr, rounded_ptr, x_buffer, B_buffer, dt_buffer, cs_buffer, requests, null_slot,
                  HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr,
-                 HAS_ROUNDED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+                 HAS_ROUNDED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):
     head = tl.program_id(0)
     candidates = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = candidates < requests
     full = inside & (tl.load(slots_ptr + candidates, mask=inside, other=0) != null_slot)
     full = full & (tl.load(positions_ptr + candidates, mask=inside, other=0) % CHUNK == CHUNK - 1)
+    if OVERLAP:
+        # also where there is nothing to fold: a later kernel waits for this one only, and must find the row kernel done
+        tl.extra.cuda.gdc_wait()
     if tl.sum(full.to(tl.int32), axis=0) == 0:
         return
     n, p = tl.arange(0, N), tl.arange(0, P)
@@ -471,13 +485,13 @@ def mamba2_decode(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.T
     s = DECODE_APPEND
     _append_kernel[(groups, CHUNK // s["BLOCK_K"], requests)](
         x, dt, B, C, A, dt_bias, positions, slots, x_buffer, B_buffer, dt_buffer, cs_buffer, cb,
-        x.stride(0), dt.stride(0), B.stride(0), C.stride(0), null_slot, *widths, s["BLOCK_K"], num_warps=s["num_warps"])
+        x.stride(0), dt.stride(0), B.stride(0), C.stride(0), null_slot, *widths, s["BLOCK_K"], OVERLAP, num_warps=s["num_warps"])
     s = DECODE_ROW
     _row_kernel[(heads, requests)](C, D, dt_bias, positions, slots, rounded, x_buffer, dt_buffer, cs_buffer, cb, y, C.stride(0), null_slot, *widths,
-                                   s["BLOCK_K"], num_warps=s["num_warps"])
+                                   s["BLOCK_K"], OVERLAP, num_warps=s["num_warps"], launch_pdl=OVERLAP)
     _fold_kernel[(heads, triton.cdiv(requests, FOLD_ROWS))](
         dt_bias, positions, slots, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer, requests, null_slot, *widths,
-        rounded.data_ptr() != state.data_ptr(), FOLD_ROWS, 32, num_warps=4)
+        rounded.data_ptr() != state.data_ptr(), FOLD_ROWS, 32, OVERLAP, num_warps=4, launch_pdl=OVERLAP)
     return y
 
 

@@ -23,7 +23,7 @@ FEW_ROWS = 512
 def router_reference(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, top_k: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch in the dtype of `x`. A stable sort gives ties to the smaller expert id."""
     scores = torch.sigmoid(x @ gate.to(x.dtype).t())
-    chosen = (scores + bias.to(x.dtype)).sort(-1, descending=True, stable=True).indices[:, :top_k]
+    chosen = torch.sort(scores + bias.to(x.dtype), dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(-1, chosen)
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale, chosen
 

@@ -1,0 +1,121 @@
+"""Records every operator output of a rollout: hooks on modules, observers where vLLM has no module."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from consistency.engines import vllm_patches
+from consistency.models import family as family_module
+from consistency.models.catalog import HEAD_LAYER
+from consistency.trace import Recorder, Site, fingerprint
+
+_ROLES = {"causal_conv1d": "conv1d", "mamba2_scan": "scan"}
+
+
+@contextmanager
+def traced(rollout, recorder: Recorder):
+    """While active, every step of `rollout` is recorded. Request ids must be `COUNT/INDEX` with the index of the request in the recorder."""
+    tracer = _Tracer(rollout, recorder)
+    handles = [rollout.model.register_forward_pre_hook(tracer.begin, with_kwargs=True)]
+    for module, calls in _by_module(rollout.model, family_module(rollout.family).vllm_sites(rollout.model)):
+        handles.append(module.register_forward_hook(tracer.hook(calls)))
+    compute_logits = rollout.model.compute_logits
+    rollout.model.compute_logits = lambda hidden, *a, **k: tracer.head(hidden, compute_logits(hidden, *a, **k))
+    vllm_patches.MAMBA_EVENTS.append(tracer.mamba)
+    vllm_patches.LOGITS_EVENTS.append(tracer.log_softmax)
+    try:
+        yield
+    finally:
+        vllm_patches.MAMBA_EVENTS.remove(tracer.mamba)
+        vllm_patches.LOGITS_EVENTS.remove(tracer.log_softmax)
+        del rollout.model.compute_logits
+        for handle in handles:
+            handle.remove()
+
+
+def _by_module(model, module_sites) -> list[tuple[torch.nn.Module, list[list]]]:
+    """(module, sites per call): vLLM shares one stateless module (rotary, activation) between layers, which then call it in turn."""
+    modules: dict[torch.nn.Module, dict[str, list]] = {}
+    for module_site in module_sites:
+        modules.setdefault(model.get_submodule(module_site.path), {}).setdefault(module_site.path, []).append(module_site)
+    return [(module, list(paths.values())) for module, paths in modules.items()]
+
+
+class _Tracer:
+    def __init__(self, rollout, recorder: Recorder):
+        self.runner, self.recorder = rollout.runner, recorder
+        self.decode_rows = 0
+        self.calls: dict[torch.nn.Module, int] = {}
+        self.final: dict[int, int] = {}
+        self.head_rows: torch.Tensor | None = None
+
+    def begin(self, module, args, kwargs) -> None:
+        """Maps the rows of the coming step to (request, position)."""
+        self.calls = {}
+        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:
+            self.recorder.begin(torch.full((len(positions),), -1), torch.zeros(len(positions), dtype=torch.int64))
+            return
+        starts = next(iter(m for m in metadata.values() if getattr(m, "query_start_loc", None) is not None), None)
+        counts = self._counts(metadata, starts)
+        requests = [int(r.split("/")[1].split("-")[0]) for r in self.runner.input_batch.req_ids[:len(counts)]]
+        request = torch.repeat_interleave(torch.tensor(requests), torch.tensor(counts))
+        padding = len(positions) - len(request)
+        self.recorder.begin(torch.cat([request, torch.full((padding,), -1)]), positions.long())
+        mamba = [m for m in metadata.values() if hasattr(m, "num_decode_tokens") and hasattr(m, "num_prefills")]
+        self.decode_rows = mamba[0].num_decode_tokens if mamba else 0
+        self.final = {}
+
+    def _counts(self, metadata, attention) -> list[int]:
+        if attention is not None:
+            return attention.query_start_loc.diff().tolist()
+        mamba = next(iter(metadata.values()))
+        prefill = [] if mamba.query_start_loc_p is None else mamba.query_start_loc_p.diff().tolist()
+        return [1] * mamba.num_decodes + prefill
+
+    def hook(self, calls: list[list]):
+        """calls: the sites of the module's first call in a step, of its second, ..."""
+        def record(module, args, output):
+            if self.recorder.index is None:
+                return
+            turn = self.calls.get(module, 0)
+            self.calls[module] = turn + 1
+            for module_site in calls[turn % len(calls)]:
+                rows = module_site.take(output)
+                if rows is not None:
+                    self.recorder.record(module_site.site, rows)
+                    if module_site.site.role == "final_norm":
+                        self._remember_final(rows)
+        return record
+
+    def _remember_final(self, rows: torch.Tensor) -> None:
+        self.final = dict(zip(fingerprint(rows).tolist(), self.recorder.index.tolist(), strict=False))
+
+    def mamba(self, operator: str, prefix: str, rows: torch.Tensor, decode: bool) -> None:
+        if self.recorder.index is None:
+            return
+        layer = int(re.search(r"layers\.(\d+)\.", prefix).group(1))
+        site = Site(f"{layer:03d}.{_ROLES[operator]}", layer, operator, _ROLES[operator])
+        part = slice(0, self.decode_rows) if decode else slice(self.decode_rows, None)
+        self.recorder.record(site, rows, part)
+
+    def head(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The head sees a selection of rows; a row is recognised by the fingerprint of its final norm."""
+        self.head_rows = torch.tensor([self.final.get(k, -1) for k in fingerprint(hidden).tolist()])
+        self._record_head("linear", "logits", logits)
+        return logits
+
+    def log_softmax(self, logprobs: torch.Tensor, name: str) -> None:
+        if self.head_rows is not None and len(self.head_rows) == len(logprobs):
+            self._record_head("log_softmax", "log_softmax", logprobs)
+
+    def _record_head(self, operator: str, role: str, rows: torch.Tensor) -> None:
+        step = self.recorder.index
+        self.recorder.index = self.head_rows
+        self.recorder.record(Site(role, HEAD_LAYER, operator, role), rows)
+        self.recorder.index = step
