@@ -177,8 +177,8 @@ def test_a_policy_cannot_skip_the_rules(workspace):
     begin(workspace)
     patch = Patch(bindings=[Binding(operator="linear", implementation="exact")], addresses=[], why="guess")
     state = carry_on(workspace, FakeTools(WORLD), Scripted(
-        Verify(), Patch(files={"../escape.py": "x"}, addresses=[], why="escape"), Patch(addresses=["engine:000.rms_norm"], why="no repro"), patch, patch,
-        Verify(), Stop(why="trust me, it is exact")))
+        Verify(), Patch(files={"../escape.py": "x"}, addresses=[], why="escape"), Patch(addresses=["engine:000.rms_norm"], why="no repro"),
+        patch, patch, Verify(), Stop(why="trust me, it is exact")))
     assert state.outcome == "inexact"
     refused = [step for step in state.steps if "refused" in step]
     assert len(refused) == 3 and "outside" not in refused[1] and "still open" in refused[2]

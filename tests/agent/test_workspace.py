@@ -146,7 +146,7 @@ def test_repair_removes_locks_of_a_killed_git(workspace):
     stale = [workspace.path / ".git" / "index.lock", workspace.path / ".git" / "worktrees" / "main" / "index.lock"]
     for lock in stale:
         lock.touch()
-    with pytest.raises(UserError, match="index.lock"):
+    with pytest.raises(UserError, match=r"index\.lock"):
         workspace.commit(tree, "blocked")
     workspace.repair(patience=0.1)
     (tree / "half.txt").write_text("half")

@@ -1,11 +1,11 @@
 """The local sandbox: what a job sees, what stops it, and that nothing is left of it."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -132,7 +132,7 @@ def test_an_unclosed_job_dies_with_its_owner(tmp_path):
         handle = LocalSandbox().start([sys.executable, '-c', 'import time; time.sleep(60)'], pathlib.Path({str(tmp_path)!r}), {{}}, Limits())
         print(handle.pid)
         """)
-    done = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, check=True, cwd=os.getcwd())
+    done = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert not alive(int(done.stdout))
 
 
