@@ -5,15 +5,19 @@ against fp64; time of a call in a CUDA graph. `--against FILE` compares the fing
 """
 
 import argparse
+import concurrent.futures
 import hashlib
 import json
 import pathlib
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 
 import torch
 
-from bench.gpu.measure import draw, load_cases, time_case, write_results
+from bench.gpu.measure import OPERATORS, draw, load_cases, time_case, write_results
 from consistency.operators.cuda.case import SWEEP, Case, Function, Inputs, equal_elements, relative_error
 
 ERROR_ROWS = 64
@@ -104,16 +108,42 @@ def describe(row: dict) -> str:
     return line
 
 
+def in_processes(options: argparse.Namespace) -> int:
+    """Survey each operator in a process of its own, `jobs` at a time, and merge the rows."""
+    names = options.operator or list(OPERATORS)
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        paths = {name: pathlib.Path(folder) / f"{name}.json" for name in names}
+
+        def one(name: str) -> subprocess.CompletedProcess:
+            model = ["--model", options.model] if options.model else []
+            command = [sys.executable, "-m", "bench.survey", "--operator", name, "--no-times", "--out", str(paths[name]), *model]
+            return subprocess.run(command, capture_output=True, text=True)
+
+        done = dict(zip(names, pool.map(one, names), strict=True))
+        rows = []
+        for name, process in done.items():
+            print(process.stdout, end="", flush=True)
+            sys.stderr.write(process.stderr)
+            rows += json.loads(paths[name].read_text())["rows"] if paths[name].exists() else []
+    write_results(options.out, rows)
+    return max(process.returncode for process in done.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("nemotron-3.5", "qwen3"), help="family; default all")
     parser.add_argument("--operator", action="append", help="only this operator; may be repeated")
     parser.add_argument("--no-times", action="store_true", help="bits only")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the device; only with --no-times")
     parser.add_argument("--against", type=pathlib.Path, help="results of another process on the same device")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/results/survey.json"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: run the survey on the GPU whose operators you want to know")
+    if options.jobs > 1:
+        if not options.no_times:
+            parser.error("--jobs disturbs times: add --no-times")
+        raise SystemExit(in_processes(options))
     rows, failed = [], False
     for case in load_cases(options.model, options.operator):
         try:

@@ -17,6 +17,7 @@ from consistency.operators.cuda.case import Case, Inputs
 
 OPERATORS = ("linear", "rms_norm", "gated_rms_norm", "router", "relu_squared", "silu_and_mul", "causal_conv1d", "mamba2_scan", "moe_experts",
              "log_softmax", "rotary", "attention")
+MODULES = tuple("mamba2_cases" if name == "mamba2_scan" else name for name in OPERATORS)
 PACKAGES = ("torch", "triton", "vllm", "transformers")
 COLD_BYTES = 192 << 20
 """Inputs are copied until they exceed this: three times the L2 cache, so that weights come from memory as they do in a model."""
@@ -26,11 +27,8 @@ SAMPLES = 9
 
 def load_cases(family: str | None = None, operators: list[str] | None = None) -> list[Case]:
     """Cases of `family` (all families if None) and of the named operators (all if None or empty)."""
-    cases = []
-    for name in OPERATORS:
-        if not operators or name in operators:
-            cases += [c for c in importlib.import_module(f"consistency.operators.cuda.{name}").CASES if family is None or family in c.families]
-    return cases
+    cases = [c for name in MODULES for c in importlib.import_module(f"consistency.operators.cuda.{name}").CASES]
+    return [c for c in cases if (family is None or family in c.families) and (not operators or c.operator in operators)]
 
 
 def draw(case: Case, rows: int, seed: int = 1) -> Inputs:
@@ -58,7 +56,7 @@ def write_results(path: pathlib.Path, rows: list[dict]) -> None:
     """Store rows with the command, the date, the hardware and the versions that gave them."""
     module = sys.modules["__main__"].__spec__
     command = f"python -m {module.name}" if module else f"python {pathlib.Path(sys.argv[0]).name}"
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"command": shlex.join([*shlex.split(command), *sys.argv[1:]]), "date": date, **environment(), "rows": rows}, indent=1) + "\n")
 
@@ -118,6 +116,8 @@ def time_case(case: Case, rows: int) -> dict[str, float]:
             functions["stock"] = stock
         except (ImportError, AttributeError):
             pass
+    if case.prepare:
+        case.prepare(*arguments)
     times = time_calls(functions, arguments)
     del inputs, arguments
     return times

@@ -96,11 +96,11 @@ def test_sweep_reports_a_row_that_depends_on_the_batch():
 
 def test_mamba_decode_in_a_graph_folds_and_goes_on():
     """One captured step replayed across two chunk borders gives the rows of the scan: positions live on the device."""
-    from consistency.operators.cuda import mamba2_scan as m
+    from consistency.operators.cuda import mamba2_cases as m
 
     generator = torch.Generator("cuda").manual_seed(3)
-    A, D, dt_bias = m._parameters(generator)
-    tokens = m._tokens(270, generator)
+    A, D, dt_bias = m.parameters(generator)
+    tokens = m.draw_tokens(270, generator)
     x, dt, B, C = tokens
     expected, state, _ = m.scan_with_state(x, dt, A, B, C, D, dt_bias, m.ChunkTable.build([270], "cuda"))
     cache = m.Mamba2Cache.allocate(3, m.HEADS, m.GROUPS, m.P, m.N, "cuda")
@@ -136,9 +136,31 @@ def test_router_tie_goes_to_the_smaller_expert():
     assert torch.equal(weights, weights[:1, :1].expand_as(weights))
 
 
-def test_linear_uses_no_split_of_k():
-    from consistency.operators.cuda.linear import _plan
+@pytest.mark.parametrize("rows", [1, 8, 33, 64, 300])
+def test_linear_algorithms_use_no_split_of_k(rows):
+    from consistency.operators.cuda.linear import _split_k, plan_for
 
-    for rows in (1, 8, 33, 64, 300):
-        plan = _plan(0, rows, 2048, 6144, 6144, torch.bfloat16, torch.bfloat16)
-        assert plan.split_k() <= 1 and plan.result.workspace == 0
+    x, weight = torch.empty(rows, 6144, dtype=torch.bfloat16, device="cuda"), torch.empty(2048, 6144, dtype=torch.bfloat16, device="cuda")
+    algorithms = plan_for(x, weight, torch.bfloat16).algorithms
+    assert algorithms and all(_split_k(a) <= 1 and a.workspace == 0 for a in algorithms)
+
+
+def test_split_of_k_changes_bits():
+    """The control: were a split of K harmless, the constraint on cuBLASLt would be idle."""
+    from consistency.operators.cuda.linear import linear
+
+    generator = torch.Generator("cuda").manual_seed(2)
+    x, weight = (torch.randn(64, 6144, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    halves = torch.stack([linear(x[:, part].contiguous(), weight[:, part].contiguous(), True) for part in (slice(0, 3072), slice(3072, None))])
+    assert not torch.equal(halves.sum(0), linear(x, weight, True))
+
+
+def test_linear_under_compile_and_autograd():
+    from consistency.operators.cuda.linear import linear
+
+    generator = torch.Generator("cuda").manual_seed(2)
+    x, weight = (torch.randn(40, 256, generator=generator, device="cuda").bfloat16().requires_grad_() for _ in range(2))
+    eager, compiled = linear(x, weight), torch.compile(linear, fullgraph=True)(x, weight)
+    assert torch.equal(eager, compiled)
+    for a, b in zip(torch.autograd.grad(eager.sum(), (x, weight)), torch.autograd.grad(compiled.sum(), (x, weight)), strict=True):
+        assert torch.equal(a, b)

@@ -3,13 +3,21 @@
 Contract: FlashAttention 3 with one split, bf16, head dimension 128. One split means that a row's key blocks are visited in one order
 from the first key, whatever else is in the launch; the tile over queries does not change bits. The backward pass is
 FlashAttention's own in its deterministic mode, which orders the accumulation of dQ.
+
+One split leaves multiprocessors idle when few long requests decode. `segmented_decode` and `segmented_prefill` are the same attention under another
+contract: keys are cut at absolute multiples of a segment, each segment is one FlashAttention call with one split, rounded to bf16, and
+the segments of a row are merged in ascending order in fp32. A row that sees one segment keeps the bits of the plain call. An engine uses one
+contract or the other for all its calls.
 """
 
 import torch
+import triton
+import triton.language as tl
 
 from consistency.operators.cuda.case import Case, Inputs, check_gradients, equal_elements, normal
 
 PAGE = 16
+SEGMENT = 4096
 
 
 def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -24,10 +32,10 @@ def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengt
     return torch.cat(out)
 
 
-def _flash(*args, **kwargs):
+def _flash(*args, causal: bool = True, **kwargs):
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    return flash_attn_varlen_func(*args, fa_version=3, causal=True, **kwargs)
+    return flash_attn_varlen_func(*args, fa_version=3, causal=causal, **kwargs)
 
 
 @torch.library.custom_op("consistency_cuda::attention", mutates_args=())
@@ -80,6 +88,104 @@ def paged_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, c
     return _flash(q, keys, values, longest_query, cu_queries, longest, seqused_k=lengths, block_table=pages, num_splits=splits)
 
 
+@triton.jit
+def _merge_kernel(parts_ptr, lse_ptr, index_ptr, counts_ptr, out_ptr, total, index_stride, HEADS: tl.constexpr, DIM: tl.constexpr):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lanes, count = tl.arange(0, DIM), tl.load(counts_ptr + row)
+    index_ptr += row * index_stride
+    lse_ptr += head.to(tl.int64) * total
+    maximum = float("-inf")
+    for segment in range(count):
+        maximum = tl.maximum(maximum, tl.load(lse_ptr + tl.load(index_ptr + segment)))
+    accumulator, norm = tl.zeros((DIM,), dtype=tl.float32), 0.0
+    for segment in range(count):
+        part = tl.load(index_ptr + segment).to(tl.int64)
+        weight = tl.exp(tl.load(lse_ptr + part) - maximum)
+        accumulator += weight * tl.load(parts_ptr + (part * HEADS + head) * DIM + lanes).to(tl.float32)
+        norm += weight
+    tl.store(out_ptr + (row * HEADS + head) * DIM + lanes, (accumulator / norm).to(out_ptr.dtype.element_ty))
+
+
+def _merge(parts: torch.Tensor, lse: torch.Tensor, index: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Row r of the result merges rows index[r, :counts[r]] of `parts` [total, heads, 128] in that order; `lse` is [heads, total]."""
+    (total, heads, dim), rows = parts.shape, index.shape[0]
+    assert lse.shape == (heads, total) and lse.is_contiguous() and parts.is_contiguous()
+    out = torch.empty(rows, heads, dim, dtype=parts.dtype, device=parts.device)
+    _merge_kernel[(rows, heads)](parts, lse, index, counts, out, total, index.stride(0), heads, dim, num_warps=1)
+    return out
+
+
+def segmented_decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor,
+                     segment: int = SEGMENT) -> torch.Tensor:
+    """One query for each request over a paged cache, keys cut at multiples of `segment`: q [requests, heads, 128], int32 `lengths`, int32 `pages`
+    [requests, pages], as wide as a whole number of segments. No host value depends on the lengths, so the call can be captured."""
+    requests, width = pages.shape
+    assert segment % PAGE == 0 and width * PAGE % segment == 0, f"{width} pages are not a whole number of segments of {segment} keys"
+    segments = width * PAGE // segment
+    starts = torch.arange(0, segments * segment, segment, dtype=torch.int32, device=q.device)
+    used = (lengths[:, None] - starts).clamp(0, segment).flatten()
+    index = torch.arange(requests * segments, dtype=torch.int32, device=q.device)
+    parts, lse = _flash(q.repeat_interleave(segments, 0, output_size=requests * segments), keys, values, 1,
+                        torch.arange(requests * segments + 1, dtype=torch.int32, device=q.device), segment, seqused_k=used,
+                        block_table=pages.reshape(requests * segments, -1), num_splits=1, return_softmax_lse=True)
+    return _merge(parts, lse, index.view(requests, segments), (lengths + segment - 1) // segment)
+
+
+def segmented_prefill(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: list[int], counts: list[int], pages: torch.Tensor,
+                      segment: int = SEGMENT) -> torch.Tensor:
+    """Packed queries over a paged cache, keys cut at multiples of `segment`: sequence s has `counts[s]` queries from position `first[s]` on."""
+    rows, groups, row = [[] for _ in range(sum(counts))], {True: [], False: []}, 0
+    for sequence, (begin, count) in enumerate(zip(first, counts, strict=True)):
+        position = begin
+        while position < begin + count:
+            own = position // segment
+            stop = min(begin + count, (own + 1) * segment)
+            at = row + position - begin
+            for key_segment in range(own + 1):
+                used = stop - own * segment if key_segment == own else segment
+                groups[key_segment == own].append((at, stop - position, sequence, key_segment, used))
+            position = stop
+        row += count
+    parts, sums, done, per_segment = [], [], 0, segment // PAGE
+    for causal, pairs in groups.items():
+        if pairs:
+            taken = torch.cat([torch.arange(at, at + n) for at, n, *_ in pairs])
+            ends = torch.tensor([0, *(n for _, n, *_ in pairs)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            table = torch.stack([pages[s, k * per_segment : (k + 1) * per_segment] for _, _, s, k, _ in pairs])
+            used = torch.tensor([pair[-1] for pair in pairs], dtype=torch.int32)
+            part, lse = _flash(q[taken.to(q.device)], keys, values, max(n for _, n, *_ in pairs), ends.to(q.device), segment, causal=causal,
+                               seqused_k=used.to(q.device), block_table=table, num_splits=1, return_softmax_lse=True)
+            parts.append(part)
+            sums.append(lse)
+            for (at, n, _, key_segment, _), begin in zip(pairs, ends.tolist(), strict=False):
+                for i in range(n):
+                    rows[at + i].append((key_segment, done + begin + i))
+            done += part.shape[0]
+    most = max(map(len, rows))
+    index = torch.tensor([[part for _, part in sorted(r)] + [0] * (most - len(r)) for r in rows], dtype=torch.int32, device=q.device)
+    lengths = torch.tensor([len(r) for r in rows], dtype=torch.int32, device=q.device)
+    return _merge(torch.cat(parts), torch.cat(sums, 1).contiguous(), index, lengths)
+
+
+def _segmented_phases(heads: int, kv_heads: int) -> dict[str, tuple[int, int]]:
+    """Segmented decode and chunked prefill against segmented prefill, with segments short enough to be crossed often."""
+    generator, length, segment = torch.Generator("cuda").manual_seed(8), 1000, 256
+    q = normal((length, heads, 128), generator)
+    cache = [normal((65, PAGE, kv_heads, 128), generator) for _ in range(2)]
+    pages = 1 + torch.randperm(64, generator=generator, device="cuda", dtype=torch.int32)[None]
+    full = segmented_prefill(q, *cache, [0], [length], pages, segment)
+    found = {}
+    for size in (1, 7, 300):
+        chunks = [segmented_prefill(q[t : t + size], *cache, [t], [min(size, length - t)], pages, segment) for t in range(0, length, size)]
+        found[f"segments, chunks of {size}"] = equal_elements(torch.cat(chunks), full)
+    lengths = torch.arange(1, length + 1, dtype=torch.int32, device="cuda")
+    found["segments, decode"] = equal_elements(segmented_decode(q, *cache, lengths, pages.expand(length, -1), segment), full)
+    plain = paged_attention(q[:segment], *cache, torch.tensor([0, segment], dtype=torch.int32, device="cuda"), segment,
+                            torch.tensor([segment], dtype=torch.int32, device="cuda"), segment, pages)
+    found["one segment against the plain call"] = equal_elements(full[:segment], plain)
+    return found
+
+
 def _decode_inputs(batch: int, heads: int, kv_heads: int, context: int, generator: torch.Generator) -> Inputs:
     per_request = -(-context // PAGE)
     shape = (batch * per_request, PAGE, kv_heads, 128)
@@ -89,7 +195,7 @@ def _decode_inputs(batch: int, heads: int, kv_heads: int, context: int, generato
     return Inputs((normal((batch, heads, 128), generator), lengths, pages), (normal(shape, generator), normal(shape, generator)))
 
 
-def _case(heads: int, kv_heads: int, families: tuple[str, ...], context: int, decode: tuple[int, ...]) -> Case:
+def _case(heads: int, kv_heads: int, families: tuple[str, ...], context: int, decode: tuple[int, ...], segment: int | None = None) -> Case:
     def inputs(rows: int, generator: torch.Generator) -> Inputs:
         return _decode_inputs(rows, heads, kv_heads, context, generator)
 
@@ -97,8 +203,10 @@ def _case(heads: int, kv_heads: int, families: tuple[str, ...], context: int, de
         starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
         return paged_attention(q, keys, values, starts, 1, lengths, context, pages, splits)
 
-    def exact(*args):
-        return call(*args, 1)
+    def exact(q, lengths, pages, keys, values):
+        if segment:
+            return segmented_decode(q, keys, values, lengths, pages, segment)
+        return call(q, lengths, pages, keys, values, 1)
 
     def stock(*args):
         return call(*args, 0)
@@ -142,8 +250,9 @@ def _case(heads: int, kv_heads: int, families: tuple[str, ...], context: int, de
         return check_gradients(lambda q, k, v: attention(q, k, v, ends, 200), lambda q, k, v: attention_reference(q, k, v, lengths), names)
 
     long = context > 4096
-    return Case("attention", f"{heads}/{kv_heads} context {context}", families, inputs, exact, reference, stock,
-                phases=None if long else phases, gradients=None if long else gradients, most_rows=max(decode), decode=decode, prefill=())
+    shape = f"{heads}/{kv_heads} context {context}" + (f", segments of {segment}" if segment else "")
+    return Case("attention", shape, families, inputs, exact, reference, stock,
+                phases=(lambda: _segmented_phases(heads, kv_heads)) if segment else None if long else phases, gradients=None if long else gradients, most_rows=max(decode), decode=decode, prefill=())
 
 
 CASES = [
@@ -151,4 +260,7 @@ CASES = [
     _case(16, 8, ("qwen3",), 1024, (8, 32, 256)),
     _case(32, 2, ("nemotron-3.5",), 16384, (1, 4, 16)),
     _case(16, 8, ("qwen3",), 16384, (1, 4, 16)),
+    _case(32, 2, ("nemotron-3.5",), 16384, (1, 4, 16), 4096),
+    _case(32, 2, ("nemotron-3.5",), 16384, (1, 4, 16), 2048),
+    _case(16, 8, ("qwen3",), 16384, (1, 4, 16), 4096),
 ]

@@ -46,6 +46,8 @@ class Case:
     stock_timed: Function | None = None
     """The stock call as the engine issues it (in place, for example) where `stock` had to copy."""
     exact_timed: Function | None = None
+    prepare: Callable[..., None] | None = None
+    """Called with the arguments before timing: what an engine does once at start-up for each captured batch size."""
     configurations: dict[str, Function] = field(default_factory=dict)
     """Other launch settings or other routes that must give the bits of `exact`."""
     phases: Callable[[], dict[str, tuple[int, int]]] | None = None
@@ -63,6 +65,16 @@ class Case:
     def name(self) -> str:
         """Operator and shape, as printed in tables."""
         return f"{self.operator} {self.shape}"
+
+
+def with_settings(settings: dict, changed: dict, function: Function, *arguments: torch.Tensor) -> torch.Tensor:
+    """`function(*arguments)` while the launch settings in `settings` are `changed`."""
+    before = dict(settings)
+    settings.update(changed)
+    try:
+        return function(*arguments)
+    finally:
+        settings.update(before)
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -18,6 +18,7 @@ from consistency.operators.cuda.checks import assert_rows, assert_vector
 WIDTH = 4
 BLOCK_T = 16
 BLOCK_C = 128
+UPDATE = {"BLOCK_C": 512, "num_warps": 4}
 
 
 def sequence_starts(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -107,22 +108,23 @@ def _update_kernel(x_ptr, state_ptr, weight_ptr, bias_ptr, slots_ptr, out_ptr, x
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot == null_slot:
         return
+    live = c < channels
     state = state_ptr + slot * stride_slot + c * stride_channel
-    oldest = tl.load(state)
-    older = tl.load(state + stride_token)
-    old = tl.load(state + 2 * stride_token)
-    current = tl.load(x_ptr + row * x_stride + c)
+    oldest = tl.load(state, mask=live)
+    older = tl.load(state + stride_token, mask=live)
+    old = tl.load(state + 2 * stride_token, mask=live)
+    current = tl.load(x_ptr + row * x_stride + c, mask=live)
     taps = weight_ptr + c * WIDTH
-    acc = tl.load(bias_ptr + c).to(tl.float32)
-    acc += _tap(oldest, tl.load(taps))
-    acc += _tap(older, tl.load(taps + 1))
-    acc += _tap(old, tl.load(taps + 2))
-    acc += _tap(current, tl.load(taps + 3))
+    acc = tl.load(bias_ptr + c, mask=live).to(tl.float32)
+    acc += _tap(oldest, tl.load(taps, mask=live))
+    acc += _tap(older, tl.load(taps + 1, mask=live))
+    acc += _tap(old, tl.load(taps + 2, mask=live))
+    acc += _tap(current, tl.load(taps + 3, mask=live))
     acc = acc / (1 + tl.exp(-acc))
-    tl.store(out_ptr + row * channels + c, acc.to(out_ptr.dtype.element_ty))
-    tl.store(state, older)
-    tl.store(state + stride_token, old)
-    tl.store(state + 2 * stride_token, current)
+    tl.store(out_ptr + row * channels + c, acc.to(out_ptr.dtype.element_ty), mask=live)
+    tl.store(state, older, mask=live)
+    tl.store(state + stride_token, old, mask=live)
+    tl.store(state + 2 * stride_token, current, mask=live)
 
 
 def _assert_weights(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
@@ -184,8 +186,8 @@ def causal_conv1d_update(x: torch.Tensor, state: torch.Tensor, weight: torch.Ten
     assert slots.shape == (rows,) and not slots.is_floating_point()
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     if rows:
-        _update_kernel[(rows, channels // BLOCK_C)](
-            x, state, weight, bias, slots, out, x.stride(0), channels, null_slot, *state.stride(), WIDTH, BLOCK_C, num_warps=1)
+        _update_kernel[(rows, triton.cdiv(channels, UPDATE["BLOCK_C"]))](
+            x, state, weight, bias, slots, out, x.stride(0), channels, null_slot, *state.stride(), WIDTH, **UPDATE)
     return out
 
 
@@ -270,7 +272,8 @@ def _decode_case(channels: int) -> Case:
     def inputs(rows: int, generator: torch.Generator) -> Inputs:
         slots = 1 + torch.randperm(rows, generator=generator, device=generator.device, dtype=torch.int32)
         return Inputs((normal((rows, channels), generator), slots),
-                      (normal((rows + 1, channels, WIDTH - 1), generator), *_weights(channels, generator)))
+                      # channels contiguous, as the engine's cache has them
+                      (normal((rows + 1, WIDTH - 1, channels), generator).transpose(1, 2), *_weights(channels, generator)))
 
     def exact(x, slots, state, weight, bias):
         return causal_conv1d_update(x, state.clone(), weight, bias, slots, 0)

@@ -4,12 +4,16 @@ Contract: bf16 operands, one fp32 accumulator chained over ascending K in groups
 warps and the instruction do not change these bits; a split of K does. So cuBLASLt keeps its choice by M, but its heuristic may
 only offer algorithms that need no reduction between splits and no workspace.
 
-The heuristic is asked once for each (rows, N, K); the answer is kept. Environment variables reach the same algorithms through
-torch, but a starved workspace makes torch repeat the search in every call, which costs more than the product in eager mode.
+The heuristic is asked once for each (rows, N, K) and its first answer is kept, or the fastest of its answers where `tune` has measured them:
+the choice is free, since it cannot change bits. Environment variables (a starved workspace) lead torch itself to the same bits; with
+torch 2.11 each such eager call repeats the search on the host.
 """
 
 import ctypes
 import functools
+import itertools
+import pathlib
+import statistics
 
 import torch
 import triton
@@ -23,6 +27,10 @@ _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _DESC_TRANSA = 3
 _PREFERENCE_WORKSPACE, _PREFERENCE_REDUCTION, _PREFERENCE_ALIGN_A = 1, 3, 5
 _ALGORITHM_SPLIT_K = 2
+CANDIDATES = 12
+"""Answers asked of the heuristic."""
+COLD_BYTES = 192 << 20
+TUNE_CALLS = 15
 
 
 class _Heuristic(ctypes.Structure):
@@ -38,11 +46,13 @@ class CublasLtError(RuntimeError):
 def _library() -> ctypes.CDLL:
     torch.cuda.init()
     torch.cuda.current_blas_handle()  # loads the cuBLASLt that torch itself uses
-    with open("/proc/self/maps") as maps:
-        paths = sorted({line.split()[-1] for line in maps if "libcublasLt.so" in line})
+    paths = sorted({line.split()[-1] for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "libcublasLt.so" in line})
     if not paths:
         raise CublasLtError("torch did not load libcublasLt; is this a CUDA build of torch?")
-    return ctypes.CDLL(paths[0])
+    library = ctypes.CDLL(paths[0])
+    pointer = ctypes.c_void_p
+    library.cublasLtMatmul.argtypes = [pointer] * 14 + [ctypes.c_size_t, pointer]
+    return library
 
 
 def _check(status: int, call: str) -> None:
@@ -71,42 +81,50 @@ def _handle(device: int) -> ctypes.c_void_p:
 
 
 class _Plan:
-    """One product: descriptors and the algorithm that serves it, created once and then only called."""
+    """One product: descriptors and the algorithms that may serve it, created once and then only called."""
 
     def __init__(self, device: int, rows: int, n: int, k: int, row_stride: int, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-        library = _library()
-        self.handle = _handle(device)
-        self.description = _create("cublasLtMatmulDescCreate", _COMPUTE_32F, _TYPES[torch.float32])
-        _set("cublasLtMatmulDescSetAttribute", self.description, _DESC_TRANSA, ctypes.c_int32(1))
+        library, handle = _library(), _handle(device)
+        description = _create("cublasLtMatmulDescCreate", _COMPUTE_32F, _TYPES[torch.float32])
+        _set("cublasLtMatmulDescSetAttribute", description, _DESC_TRANSA, ctypes.c_int32(1))
         # column-major view of row-major data: y^T [n, rows] = W [n, k] x^T [k, rows]
-        self.weight, self.x, self.out = _layout(dtype, k, n, k), _layout(dtype, k, rows, row_stride), _layout(out_dtype, n, rows, n)
+        weight, x, out = _layout(dtype, k, n, k), _layout(dtype, k, rows, row_stride), _layout(out_dtype, n, rows, n)
         preference = _create("cublasLtMatmulPreferenceCreate")
         _set("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_WORKSPACE, ctypes.c_uint64(0))
         _set("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_REDUCTION, ctypes.c_uint32(0))
         for operand in range(4):
             _set("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_ALIGN_A + operand, ctypes.c_uint32(16))
-        self.result, found = _Heuristic(), ctypes.c_int()
+        results, found = (_Heuristic * CANDIDATES)(), ctypes.c_int()
         _check(library.cublasLtMatmulAlgoGetHeuristic(
-            self.handle, self.description, self.weight, self.x, self.out, self.out, preference, 1,
-            ctypes.byref(self.result), ctypes.byref(found)), "cublasLtMatmulAlgoGetHeuristic")
+            handle, description, weight, x, out, out, preference, CANDIDATES, results, ctypes.byref(found)), "cublasLtMatmulAlgoGetHeuristic")
         library.cublasLtMatmulPreferenceDestroy(preference)
-        if not found.value or self.result.workspace or self.split_k() > 1:
+        self.algorithms = [r for r in results[: found.value] if not r.state and not r.workspace and _split_k(r) <= 1]
+        if not self.algorithms:
             raise CublasLtError(f"no algorithm without split-K for M {rows}, N {n}, K {k}, {dtype} -> {out_dtype}")
-        self.alpha, self.beta = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self._scalars = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        alpha, beta = (ctypes.addressof(v) for v in self._scalars)
+        self._matmul = library.cublasLtMatmul
+        self._before = handle.value, description.value, alpha
+        self._between = weight.value, x.value, beta, out.value
+        self.choose(0)
 
-    def split_k(self) -> int:
-        """Split of K that the chosen algorithm uses; 1 means none."""
-        value, written = ctypes.c_int32(), ctypes.c_size_t()
-        _check(_library().cublasLtMatmulAlgoConfigGetAttribute(
-            ctypes.byref(self.result.algorithm), _ALGORITHM_SPLIT_K, ctypes.byref(value), ctypes.c_size_t(4), ctypes.byref(written)),
-            "cublasLtMatmulAlgoConfigGetAttribute")
-        return value.value
+    def choose(self, candidate: int) -> None:
+        """Use this algorithm from now on."""
+        self._algorithm = ctypes.addressof(self.algorithms[candidate].algorithm)
 
     def __call__(self, weight: int, x: int, out: int, stream: int) -> None:
-        _check(_library().cublasLtMatmul(
-            self.handle, self.description, ctypes.byref(self.alpha), ctypes.c_void_p(weight), self.weight, ctypes.c_void_p(x), self.x,
-            ctypes.byref(self.beta), ctypes.c_void_p(out), self.out, ctypes.c_void_p(out), self.out,
-            ctypes.byref(self.result.algorithm), None, ctypes.c_size_t(0), ctypes.c_void_p(stream)), "cublasLtMatmul")
+        weight_layout, x_layout, beta, out_layout = self._between
+        status = self._matmul(*self._before, weight, weight_layout, x, x_layout, beta, out, out_layout, out, out_layout, self._algorithm, None, 0, stream)
+        if status:
+            _check(status, "cublasLtMatmul")
+
+
+def _split_k(result: _Heuristic) -> int:
+    value, written = ctypes.c_int32(), ctypes.c_size_t()
+    _check(_library().cublasLtMatmulAlgoConfigGetAttribute(
+        ctypes.byref(result.algorithm), _ALGORITHM_SPLIT_K, ctypes.byref(value), ctypes.c_size_t(4), ctypes.byref(written)),
+        "cublasLtMatmulAlgoConfigGetAttribute")
+    return value.value
 
 
 @functools.lru_cache(maxsize=16384)
@@ -114,37 +132,90 @@ def _plan(*key) -> _Plan:
     return _Plan(*key)
 
 
-@torch.library.custom_op("consistency_cuda::linear", mutates_args=())
-def linear(x: torch.Tensor, weight: torch.Tensor, fp32_out: bool = False) -> torch.Tensor:
-    """x [rows, K] (rows may be strided) times weight [N, K] transposed; [rows, N] in the dtype of `x`, or fp32."""
+def plan_for(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> _Plan:
+    """The kept plan of this product."""
+    return _plan(x.device.index, x.shape[0], weight.shape[0], x.shape[1], x.stride(0), x.dtype, out_dtype)
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, fp32_out: bool) -> torch.Tensor:
     (rows, k), n = x.shape, weight.shape[0]
     assert_rows(x, k, torch.bfloat16, torch.float16)
     assert_rows(weight, k, x.dtype)
     assert weight.is_contiguous()
     out = torch.empty(rows, n, dtype=torch.float32 if fp32_out else x.dtype, device=x.device)
     if rows:
-        plan = _plan(x.device.index, rows, n, k, x.stride(0), x.dtype, out.dtype)
-        plan(weight.data_ptr(), x.data_ptr(), out.data_ptr(), torch.cuda.current_stream(x.device).cuda_stream)
+        plan_for(x, weight, out.dtype)(weight.data_ptr(), x.data_ptr(), out.data_ptr(), torch.cuda.current_stream(x.device).cuda_stream)
     return out
 
 
-@linear.register_fake
-def _(x, weight, fp32_out=False):
-    return torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32 if fp32_out else x.dtype, device=x.device)
+def tune(x: torch.Tensor, weight: torch.Tensor, fp32_out: bool = False) -> int:
+    """Measure the algorithms that may serve this product and keep the fastest. Returns its place in the heuristic's order.
+
+    To be called before graphs are captured, once for each weight shape and number of rows.
+    """
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32 if fp32_out else x.dtype, device=x.device)
+    plan = plan_for(x, weight, out.dtype)
+    # weights come from memory in a model, not from the cache of the call before
+    weights = [weight] + [weight.clone() for _ in range(min(8, COLD_BYTES // (weight.numel() * weight.element_size())))]
+    stream, times = torch.cuda.current_stream(x.device), []
+    for candidate in range(len(plan.algorithms)):
+        plan.choose(candidate)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(TUNE_CALLS + 1)]
+        for call, event in enumerate(events):
+            plan(weights[call % len(weights)].data_ptr(), x.data_ptr(), out.data_ptr(), stream.cuda_stream)
+            event.record(stream)
+        stream.synchronize()
+        times.append(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)))
+    # the heuristic's own order decides unless the gain is clear
+    best = min(range(len(times)), key=times.__getitem__)
+    chosen = best if times[best] < 0.97 * times[0] else 0
+    plan.choose(chosen)
+    return chosen
+
+
+def _grads(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    # gradients need to be equal from run to run, not for every M: cuBLAS as it is
+    grad = grad.to(x.dtype)
+    return grad @ weight, grad.t() @ x, None
 
 
 def _setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:2])
 
 
-def _backward(ctx, grad):
-    # gradients need to be equal from run to run, not for every M: cuBLAS as it is
-    x, weight = ctx.saved_tensors
-    grad = grad.to(x.dtype)
-    return grad @ weight, grad.t() @ x, None
+class _Linear(torch.autograd.Function):
+    """The eager route of `linear`: a registered operator costs more host time than the product of a small batch."""
+
+    @staticmethod
+    def forward(ctx, x, weight, fp32_out):
+        ctx.save_for_backward(x, weight)
+        return _launch(x, weight, fp32_out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _grads(grad, *ctx.saved_tensors)
 
 
-linear.register_autograd(_backward, setup_context=_setup)
+@torch.library.custom_op("consistency_cuda::linear", mutates_args=())
+def linear_op(x: torch.Tensor, weight: torch.Tensor, fp32_out: bool = False) -> torch.Tensor:
+    return _launch(x, weight, fp32_out)
+
+
+@linear_op.register_fake
+def _(x, weight, fp32_out=False):
+    return torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32 if fp32_out else x.dtype, device=x.device)
+
+
+linear_op.register_autograd(lambda ctx, grad: _grads(grad, *ctx.saved_tensors), setup_context=_setup)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, fp32_out: bool = False) -> torch.Tensor:
+    """x [rows, K] (rows may be strided) times weight [N, K] transposed; [rows, N] in the dtype of `x`, or fp32."""
+    if torch.compiler.is_compiling():
+        return linear_op(x, weight, fp32_out)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _Linear.apply(x, weight, fp32_out)
+    return _launch(x, weight, fp32_out)
 
 
 @triton.jit
@@ -182,12 +253,25 @@ def _case(label: str, k: int, n: int, families: tuple[str, ...]) -> Case:
         x, weight = inputs(64, torch.Generator("cuda").manual_seed(5)).take(64)
         return check_gradients(linear, torch.nn.functional.linear, {"x": x, "weight": weight})
 
+    def candidate(index: int):
+        def call(x, weight):
+            plan = plan_for(x, weight, x.dtype)
+            plan.choose(min(index, len(plan.algorithms) - 1))
+            try:
+                return linear(x, weight)
+            finally:
+                plan.choose(0)
+
+        return call
+
     small = n * k < 2**27
     witnesses = {
         "triton 64x128x64": lambda x, w: linear_ascending(x, w),
         "triton 16x64x128": lambda x, w: linear_ascending(x, w, 16, 64, 128),
+        "registered operator": linear_op,
+        **{f"cuBLASLt candidate {i}": candidate(i) for i in range(1, CANDIDATES)},
     } if small else {}
-    return Case("linear", f"{label} {k}x{n}", families, inputs, linear, reference, torch.nn.functional.linear, configurations=witnesses,
+    return Case("linear", f"{label} {k}x{n}", families, inputs, linear, reference, torch.nn.functional.linear, prepare=tune, configurations=witnesses,
                 gradients=gradients if small else None, prefill=(2048, 8192) if small else (2048,))
 
 

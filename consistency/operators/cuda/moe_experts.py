@@ -116,14 +116,19 @@ def _(slots):
     return slots.new_empty(slots.shape[0], slots.shape[2])
 
 
+TILES = (
+    (4, {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}),
+    (24, {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}),
+    (64, {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}),
+    (192, {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}),
+    (1 << 30, {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}),
+)
+"""Launch settings by the mean number of slots of an expert, up to and including the first number. Free to change: tiles do not change bits."""
+
+
 def tiles_for(slots: int, experts: int) -> dict[str, int]:
-    """Launch settings from the mean number of slots of an expert. Free to change: tiles do not change bits."""
-    mean = slots / experts
-    if mean <= 24:
-        return {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-    if mean <= 96:
-        return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+    """Launch settings for `slots` slots spread over `experts` experts."""
+    return next(tiles for most, tiles in TILES if slots <= most * experts)
 
 
 def _plan(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,7 +70,7 @@ def _case(width: int) -> Case:
         return check_gradients(relu_squared, relu_squared_reference, {"x": inputs(300, torch.Generator("cuda").manual_seed(5)).rows[0]})
 
     return Case("relu_squared", str(width), ("nemotron-3.5",), inputs, relu_squared, lambda x: relu_squared_reference(x.double()),
-                relu_squared_reference, torch.compile(relu_squared_reference, dynamic=True), gradients=gradients)
+                relu_squared_reference, torch.compile(relu_squared_reference), gradients=gradients)
 
 
 CASES = [_case(3712)]

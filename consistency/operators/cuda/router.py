@@ -15,9 +15,12 @@ from consistency.operators.cuda.case import Case, Inputs, check_gradients, norma
 from consistency.operators.cuda.checks import assert_rows, assert_vector
 
 SEGMENT = 384
-BLOCK_N = 32
-FEW_ROWS = 512
+FEW_ROWS = 2048
 """Rows up to which K is spread over programs. Free to change: both routes give the same bits."""
+FEW = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+SOME = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+MANY = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
+SELECT_WARPS = 1
 
 
 def router_reference(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, top_k: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,12 +38,12 @@ def _segment_kernel(x_ptr, gate_ptr, out_ptr, rows, x_stride, K: tl.constexpr, E
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     segment = tl.program_id(2)
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for step in tl.static_range(SEGMENT // BLOCK_K):
+    for step in range(SEGMENT // BLOCK_K):
         k = segment * SEGMENT + step * BLOCK_K + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + m[:, None].to(tl.int64) * x_stride + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < K), other=0.0)
-        gate = tl.load(gate_ptr + n[None, :] * K + k[:, None], mask=k[:, None] < K, other=0.0)
+        gate = tl.load(gate_ptr + n[None, :] * K + k[:, None], mask=(k[:, None] < K) & (n[None, :] < EXPERTS), other=0.0)
         accumulator = tl.dot(x, gate, accumulator)
-    tl.store(out_ptr + (segment.to(tl.int64) * rows + m[:, None]) * EXPERTS + n[None, :], accumulator, mask=m[:, None] < rows)
+    tl.store(out_ptr + (segment.to(tl.int64) * rows + m[:, None]) * EXPERTS + n[None, :], accumulator, mask=(m[:, None] < rows) & (n[None, :] < EXPERTS))
 
 
 @triton.jit
@@ -54,10 +57,10 @@ def _logits_kernel(x_ptr, gate_ptr, out_ptr, rows, x_stride, K: tl.constexpr, EX
         for step in range(SEGMENT // BLOCK_K):
             k = segment * SEGMENT + step * BLOCK_K + tl.arange(0, BLOCK_K)
             x = tl.load(x_ptr + m[:, None].to(tl.int64) * x_stride + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < K), other=0.0)
-            gate = tl.load(gate_ptr + n[None, :] * K + k[:, None], mask=k[:, None] < K, other=0.0)
+            gate = tl.load(gate_ptr + n[None, :] * K + k[:, None], mask=(k[:, None] < K) & (n[None, :] < EXPERTS), other=0.0)
             accumulator = tl.dot(x, gate, accumulator)
         total += accumulator
-    tl.store(out_ptr + m[:, None].to(tl.int64) * EXPERTS + n[None, :], total, mask=m[:, None] < rows)
+    tl.store(out_ptr + m[:, None].to(tl.int64) * EXPERTS + n[None, :], total, mask=(m[:, None] < rows) & (n[None, :] < EXPERTS))
 
 
 @triton.jit
@@ -91,13 +94,11 @@ def _parts(x: torch.Tensor, gate: torch.Tensor, few: bool) -> torch.Tensor:
     (rows, k), experts = x.shape, gate.shape[0]
     segments = triton.cdiv(k, SEGMENT)
     out = torch.empty(segments if few else 1, rows, experts, dtype=torch.float32, device=x.device)
-    if few:
-        block_m = 16 if rows <= 64 else 64
-        _segment_kernel[(triton.cdiv(rows, block_m), experts // BLOCK_N, segments)](
-            x, gate, out, rows, x.stride(0), k, experts, SEGMENT, block_m, BLOCK_N, 128, num_warps=4)
-    else:
-        _logits_kernel[(triton.cdiv(rows, 64), experts // 64)](
-            x, gate, out, rows, x.stride(0), k, experts, SEGMENT, 64, 64, 64, num_warps=4, num_stages=4)
+    tiles = dict((FEW if rows <= 64 else SOME) if few else MANY)
+    warps, stages = tiles.pop("num_warps"), tiles.pop("num_stages")
+    grid = (triton.cdiv(rows, tiles["BLOCK_M"]), triton.cdiv(experts, tiles["BLOCK_N"]))
+    kernel, grid = (_segment_kernel, (*grid, segments)) if few else (_logits_kernel, grid)
+    kernel[grid](x, gate, out, rows, x.stride(0), k, experts, SEGMENT, **tiles, num_warps=warps, num_stages=stages)
     return out
 
 
@@ -117,7 +118,7 @@ def _route(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, top_k: int, 
     ids = torch.empty(rows, top_k, dtype=torch.int32, device=x.device)
     if rows:
         parts = _parts(x, gate, few)
-        _select_kernel[(rows,)](parts, bias, weights, ids, rows, scale, parts.shape[0], experts, top_k, triton.next_power_of_2(top_k), num_warps=1)
+        _select_kernel[(rows,)](parts, bias, weights, ids, rows, scale, parts.shape[0], experts, top_k, triton.next_power_of_2(top_k), num_warps=SELECT_WARPS)
     return weights, ids
 
 

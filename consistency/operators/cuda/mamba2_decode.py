@@ -1,0 +1,283 @@
+"""One decode step of the Mamba2 scan, with the bits of the scan's own row, and prefill from and into the decode cache.
+
+Contract: that of `mamba2_scan`. Decode keeps, for each slot, the state at the last chunk boundary and the x, B, dt and cs of the open chunk. It reads the state (a bf16 copy of
+it, when the cache holds one: the rounding is the scan's own) and never writes it, except once in a chunk; a recurrent update
+reads and writes it in fp32 at every step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from consistency.operators.cuda.mamba2_scan import CHUNK, ChunkTable, assert_inputs, exp_base2, scan_with_state, softplus
+
+DECODE_APPEND = {"BLOCK_K": 64, "num_warps": 4}
+DECODE_FEW = {"BLOCK_K": 128, "num_warps": 4}
+DECODE_MANY = {"BLOCK_K": 128, "num_warps": 4}
+FEW_REQUESTS = 16
+"""Requests up to which latency, not memory, decides the decode step. Free to change: settings do not change bits."""
+OVERLAP = True
+"""Programmatic dependent launch of the decode step's second kernel: it starts while the first still runs and reads the state, the buffers and the
+inputs, which the first does not write where the second reads. It waits before it reads cb. The first kernel is launched plainly, so that
+whatever ran before the step is complete."""
+
+
+@dataclass
+class Mamba2Cache:
+    """Per slot: the state at the last chunk boundary, and the rows of the open chunk."""
+
+    state: torch.Tensor
+    """fp32 [slots, heads, P, N]."""
+    rounded: torch.Tensor
+    """bf16 copy of `state` for decode to read, or `state` itself to save memory."""
+    x: torch.Tensor
+    """bf16 [slots, heads, 128, P]."""
+    B: torch.Tensor
+    """bf16 [slots, groups, 128, N]."""
+    dt: torch.Tensor
+    """Raw dt of the open chunk [slots, heads, 128]."""
+    cs: torch.Tensor
+    """fp32 [slots, heads, 128]: cumulative sum of dt * A."""
+
+    @classmethod
+    def allocate(cls, slots: int, heads: int, groups: int, p: int, n: int, device: torch.device | str, rounded_copy: bool = True,
+                 dtype: torch.dtype = torch.bfloat16) -> "Mamba2Cache":
+        """Zeroed cache. Unused rows must hold finite values: masked rows still pass through tensor cores."""
+        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        state = new(slots, heads, p, n, dtype=torch.float32)
+        return cls(state, new(slots, heads, p, n) if rounded_copy else state, new(slots, heads, CHUNK, p), new(slots, groups, CHUNK, n),
+                   new(slots, heads, CHUNK), new(slots, heads, CHUNK, dtype=torch.float32))
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors in the order of `mamba2_decode`."""
+        return self.state, self.rounded, self.x, self.B, self.dt, self.cs
+
+
+@triton.jit
+def _append_kernel(x_ptr, dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, positions_ptr, slots_ptr, x_buffer, B_buffer, dt_buffer, cs_buffer, cb_ptr,
+                   x_stride, dt_stride, B_stride, C_stride, null_slot, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+                   RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    group, request = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    m = (tl.load(positions_ptr + request) % CHUNK).to(tl.int32)
+    base = tl.program_id(1) * BLOCK_K
+    if slot == null_slot or base > m:
+        return
+    n, k, rows = tl.arange(0, N), base + tl.arange(0, BLOCK_K), tl.arange(0, 16)[:, None]
+    b = tl.load(B_ptr + request * B_stride + group * N + n)
+    rows_of_b = B_buffer + (slot * (HEADS // RATIO) + group) * CHUNK * N
+    keys = tl.load(rows_of_b + k[None, :] * N + n[:, None], mask=k[None, :] < m, other=0.0)
+    keys = tl.where(k[None, :] == m, b[:, None], keys)
+    c = tl.load(C_ptr + request * C_stride + group * N + n[None, :] + rows * 0, mask=(rows == 0) & (n[None, :] >= 0), other=0.0)
+    cb = tl.dot(c, keys)
+    target = cb_ptr + (request * (HEADS // RATIO) + group) * CHUNK + k[None, :] + rows * 0
+    tl.store(target, cb, mask=(rows == 0) & (k[None, :] >= 0))
+    if base == 0:
+        tl.store(rows_of_b + m * N + n, b)
+        h = group * RATIO + tl.arange(0, RATIO)
+        raw = tl.load(dt_ptr + request * dt_stride + h)
+        step = softplus(raw.to(tl.float32) + tl.load(bias_ptr + h).to(tl.float32))
+        row = (slot * HEADS + h) * CHUNK + m
+        before = tl.load(cs_buffer + row - 1, mask=(h >= 0) & (m > 0), other=0.0)
+        tl.store(cs_buffer + row, tl.fma(step, tl.load(A_ptr + h).to(tl.float32), before))
+        tl.store(dt_buffer + row, raw)
+        lanes = tl.arange(0, RATIO * P)
+        head = group * RATIO + lanes // P
+        tl.store(x_buffer + ((slot * HEADS + head) * CHUNK + m) * P + lanes % P, tl.load(x_ptr + request * x_stride + group * RATIO * P + lanes))
+
+
+@triton.jit
+def _open_chunk_block(k, m, cs_m, step_m, x_m, bias, row, p, x_buffer, dt_buffer, cs_buffer, P: tl.constexpr):
+    """Decay, step and x of a block of the open chunk. Place m is the current token, whose row need not be in the buffers yet."""
+    old = k < m
+    cs = tl.where(k == m, cs_m, tl.load(cs_buffer + row + k, mask=old, other=0.0))
+    step = softplus(tl.load(dt_buffer + row + k, mask=old, other=0.0).to(tl.float32) + bias)
+    step = tl.where(k == m, step_m, step)
+    x = tl.load(x_buffer + (row + k[:, None]) * P + p[None, :], mask=old[:, None], other=0.0)
+    x = tl.where(k[:, None] == m, x_m, x)
+    return exp_base2(tl.minimum(cs_m - cs, 0.0)), step, x
+
+
+@triton.jit
+def _add_block(accumulator, decay, step, x, k, m, cb_ptr):
+    rows = tl.arange(0, 16)[:, None]
+    cb = tl.load(cb_ptr + k, mask=k <= m, other=0.0)
+    cb *= decay
+    cb *= step
+    weights = tl.where((rows == 0) & (k <= m)[None, :], cb[None, :], 0.0)
+    return tl.dot(weights.to(x.dtype), x, accumulator)
+
+
+@triton.jit
+def _row_kernel(x_ptr, dt_ptr, C_ptr, A_ptr, D_ptr, bias_ptr, positions_ptr, slots_ptr, state_ptr, rounded_ptr, x_buffer, B_buffer, dt_buffer,
+                cs_buffer, cb_ptr, y_ptr, x_stride, dt_stride, C_stride, null_slot, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+                RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, HAS_ROUNDED: tl.constexpr, OVERLAP: tl.constexpr):
+    head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    if slot == null_slot:
+        # also here: a later kernel waits for this one only, and must find the first one done
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        return
+    position = tl.load(positions_ptr + request)
+    m = (position % CHUNK).to(tl.int32)
+    n, p, rows = tl.arange(0, N), tl.arange(0, P), tl.arange(0, 16)[:, None]
+    row = (slot * HEADS + head) * CHUNK
+    cb_ptr += (request * (HEADS // RATIO) + head // RATIO) * CHUNK
+    # in the first chunk the slot still holds another request's state
+    carried = (n[:, None] >= 0) & (p[None, :] >= 0) & (position >= CHUNK)
+    state = tl.load(rounded_ptr + (slot * HEADS + head) * P * N + p[None, :] * N + n[:, None], mask=carried, other=0.0)
+    c = tl.load(C_ptr + request * C_stride + head // RATIO * N + n[None, :] + rows * 0, mask=(rows == 0) & (n[None, :] >= 0), other=0.0)
+    x_m = tl.load(x_ptr + request * x_stride + head * P + p)[None, :]
+    bias = tl.load(bias_ptr + head).to(tl.float32)
+    step_m = softplus(tl.load(dt_ptr + request * dt_stride + head).to(tl.float32) + bias)
+    before = tl.load(cs_buffer + row + m - 1, mask=m > 0, other=0.0)
+    cs_m = tl.fma(step_m, tl.load(A_ptr + head).to(tl.float32), before)
+    accumulator = tl.dot(c, state.to(x_buffer.dtype.element_ty)) * exp_base2(cs_m)
+    if BLOCK_K == CHUNK:
+        k = tl.arange(0, CHUNK)
+        decay, step, x = _open_chunk_block(k, m, cs_m, step_m, x_m, bias, row, p, x_buffer, dt_buffer, cs_buffer, P)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        accumulator = _add_block(accumulator, decay, step, x, k, m, cb_ptr)
+    else:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        for base in range(0, m + 1, BLOCK_K):
+            k = base + tl.arange(0, BLOCK_K)
+            decay, step, x = _open_chunk_block(k, m, cs_m, step_m, x_m, bias, row, p, x_buffer, dt_buffer, cs_buffer, P)
+            accumulator = _add_block(accumulator, decay, step, x, k, m, cb_ptr)
+    x = tl.broadcast_to(x_m.to(tl.float32), (16, P))
+    accumulator = tl.fma(x, tl.zeros_like(x) + tl.load(D_ptr + head).to(tl.float32), accumulator)
+    target = y_ptr + (request * HEADS + head) * P + p[None, :] + rows * 0
+    tl.store(target, accumulator.to(y_ptr.dtype.element_ty), mask=(rows == 0) & (p[None, :] >= 0))
+    if m == CHUNK - 1:
+        # the chunk is full: fold it into the state, which only this program reads; 16 rows at a time to spare registers
+        tl.debug_barrier()
+        rows_of_b = B_buffer + (slot * (HEADS // RATIO) + head // RATIO) * CHUNK * N
+        for part in range(0, P, 16):
+            q = part + tl.arange(0, 16)
+            fold = tl.zeros((16, N), dtype=tl.float32)
+            for first in range(0, CHUNK, 32):
+                place = first + tl.arange(0, 32)
+                x_t = tl.load(x_buffer + (row + place[None, :]) * P + q[:, None])
+                b = tl.load(rows_of_b + place[:, None] * N + n[None, :]).to(tl.float32)
+                scale = exp_base2(tl.minimum(cs_m - tl.load(cs_buffer + row + place), 0.0))
+                scale *= softplus(tl.load(dt_buffer + row + place).to(tl.float32) + bias)
+                fold = tl.dot(x_t, (b * scale[:, None]).to(x_t.dtype), fold)
+            where = (slot * HEADS + head) * P * N + q[:, None] * N + n[None, :]
+            old = tl.load(state_ptr + where, mask=(q[:, None] >= 0) & (n[None, :] >= 0) & (position >= CHUNK), other=0.0)
+            new = tl.fma(tl.zeros_like(fold) + exp_base2(cs_m), old, fold)
+            tl.store(state_ptr + where, new)
+            if HAS_ROUNDED:
+                tl.store(rounded_ptr + where, new.to(rounded_ptr.dtype.element_ty))
+
+
+@torch.library.custom_op("consistency_cuda::mamba2_decode", mutates_args=("state", "rounded", "x_buffer", "B_buffer", "dt_buffer", "cs_buffer"))
+def mamba2_decode(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor,
+                  positions: torch.Tensor, slots: torch.Tensor, state: torch.Tensor, rounded: torch.Tensor, x_buffer: torch.Tensor,
+                  B_buffer: torch.Tensor, dt_buffer: torch.Tensor, cs_buffer: torch.Tensor, null_slot: int) -> torch.Tensor:
+    """One token for each request: x [requests, heads, P], raw dt [requests, heads], B and C [requests, groups, N].
+
+    `positions` (absolute, from 0) and `slots` are read on the device only, so the call can be captured in a CUDA graph. A request whose slot is
+    `null_slot` is padding: nothing is read or written for it. The other tensors are those of `Mamba2Cache`.
+    """
+    assert_inputs(x, dt, A, B, C, D, dt_bias)
+    (requests, heads, p), (groups, n) = x.shape, B.shape[1:]
+    assert positions.shape == slots.shape == (requests,) and not positions.is_floating_point() and not slots.is_floating_point()
+    assert state.shape[1:] == rounded.shape[1:] == (heads, p, n) and state.dtype == torch.float32
+    assert x_buffer.shape[1:] == (heads, CHUNK, p) and B_buffer.shape[1:] == (groups, CHUNK, n) and dt_buffer.dtype == dt.dtype
+    assert all(t.is_contiguous() for t in (state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer))
+    y = torch.empty(requests, heads, p, dtype=x.dtype, device=x.device)
+    if not requests:
+        return y
+    cb = torch.empty(requests, groups, CHUNK, dtype=torch.float32, device=x.device)
+    widths = (heads, p, n, heads // groups, CHUNK)
+    s = DECODE_APPEND
+    _append_kernel[(groups, CHUNK // s["BLOCK_K"], requests)](
+        x, dt, B, C, A, dt_bias, positions, slots, x_buffer, B_buffer, dt_buffer, cs_buffer, cb,
+        x.stride(0), dt.stride(0), B.stride(0), C.stride(0), null_slot, *widths, s["BLOCK_K"], OVERLAP, num_warps=s["num_warps"])
+    s = DECODE_FEW if requests <= FEW_REQUESTS else DECODE_MANY
+    _row_kernel[(heads, requests)](
+        x, dt, C, A, D, dt_bias, positions, slots, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer, cb, y,
+        x.stride(0), dt.stride(0), C.stride(0), null_slot, *widths, s["BLOCK_K"], rounded.data_ptr() != state.data_ptr(), OVERLAP,
+        num_warps=s["num_warps"], launch_pdl=OVERLAP)
+    return y
+
+
+@mamba2_decode.register_fake
+def _(x, dt, A, B, C, D, dt_bias, positions, slots, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer, null_slot):
+    return x.new_empty(x.shape)
+
+
+@dataclass(frozen=True)
+class PrefillTable:
+    """Row maps of a prefill step in which a sequence may continue inside an open chunk: its buffered rows are scanned again."""
+
+    chunks: ChunkTable
+    new: torch.Tensor
+    """int64: rows of the extended batch that are the new tokens, in order."""
+    old: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """int64: rows taken from buffers, their sequence, their place in the chunk."""
+    open: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    """int64: rows that stay in the open chunk afterwards, their sequence, their place, their chunk."""
+    carried: torch.Tensor
+    """bool [sequences, 1, 1, 1]: the cache holds a state of this request. In the first chunk it still holds another's."""
+    tokens: int
+
+    @classmethod
+    def build(cls, lengths: list[int], computed: list[int], device: torch.device | str) -> "PrefillTable":
+        """`lengths` new tokens of each sequence, of which `computed` are already in the cache."""
+        new, old, left, extended, row, chunk = [], [], [], [], 0, 0
+        for sequence, (length, done) in enumerate(zip(lengths, computed, strict=True)):
+            before = done % CHUNK
+            old += [(row + i, sequence, i) for i in range(before)]
+            new += range(row + before, row + before + length)
+            total = before + length
+            full = total // CHUNK
+            left += [(row + full * CHUNK + i, sequence, i, chunk + full) for i in range(total % CHUNK)]
+            extended.append(total)
+            row, chunk = row + total, chunk + -(-total // CHUNK)
+
+        def columns(rows: list, width: int) -> tuple[torch.Tensor, ...]:
+            return tuple(torch.tensor(c, dtype=torch.int64, device=device) for c in (zip(*rows, strict=True) if rows else [()] * width))
+
+        carried = torch.tensor([done >= CHUNK for done in computed], device=device).view(-1, 1, 1, 1)
+        return cls(ChunkTable.build(extended, device), torch.tensor(new, dtype=torch.int64, device=device), columns(old, 3), columns(left, 4),
+                   carried, row)
+
+
+def mamba2_prefill(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor,
+                   table: PrefillTable, slots: torch.Tensor, cache: Mamba2Cache) -> torch.Tensor:
+    """Prefill of new tokens from `cache`, whatever the chunk borders of the scheduler; leaves the cache ready for decode or for more prefill.
+
+    Shapes as in `mamba2_scan`, for the new tokens only; `slots` int64 [sequences].
+    """
+    old_rows, old_sequence, old_place = table.old
+    if old_rows.numel():
+        def extend(values: torch.Tensor, buffered: torch.Tensor | None) -> torch.Tensor:
+            out = torch.zeros(table.tokens, *values.shape[1:], dtype=values.dtype, device=values.device)
+            out[table.new] = values
+            if buffered is not None:
+                out[old_rows] = buffered
+            return out
+
+        where = slots[old_sequence]
+        x, dt = extend(x, cache.x[where, :, old_place]), extend(dt, cache.dt[where, :, old_place])
+        B, C = extend(B, cache.B[where, :, old_place]), extend(C, None)
+    initial = torch.where(table.carried, cache.state[slots], 0.0)
+    y, boundary, cs = scan_with_state(x, dt, A, B, C, D, dt_bias, table.chunks, initial)
+    cache.state[slots] = boundary
+    if cache.rounded.data_ptr() != cache.state.data_ptr():
+        cache.rounded[slots] = boundary.to(cache.rounded.dtype)
+    rows, sequence, place, chunk = table.open
+    where = slots[sequence]
+    cache.x[where, :, place], cache.B[where, :, place] = x[rows], B[rows]
+    cache.dt[where, :, place], cache.cs[where, :, place] = dt[rows], cs[chunk, :, place]
+    return y[table.new] if old_rows.numel() else y
