@@ -3,7 +3,7 @@
 from typing import Literal
 
 from agent.state import Attempt, RunState
-from agent.tools.localize import Divergence, LocalizeReport
+from agent.tools.divergence import Divergence, LocalizeReport
 from agent.verdict import ConditionResult, Verdict
 from consistency.models.catalog import EMBEDDING_LAYER, HEAD_LAYER, SITE_RANK
 
@@ -30,7 +30,7 @@ def judge(state: RunState, attempt: Attempt) -> Ruling | None:
     if state.verify and (worse := worse_conditions(state.verify.verdict, after)):
         return "rejected", "worse in " + "; ".join(worse)
     if after.exact:
-        return "kept", f"0 of {after.tokens} tokens differ in {sum(c.ran for c in after.conditions)} conditions"
+        return "kept", f"exact: 0 mismatches in {sum(c.ran for c in after.conditions)} conditions"
     if after.mismatches == 0:
         return "rejected", "; ".join(after.reasons)
     if attempt.localize is None:

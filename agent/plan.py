@@ -7,7 +7,7 @@ from typing import Any
 
 from agent.draw import Prompt
 from agent.model_facts import ModelFacts
-from consistency.conditions import Condition, Matrix, Probe, Select
+from consistency.conditions import Condition, Matrix, Probe, Process, RequestSet, Select
 
 GRID = 64
 """Prefill chunk of a model without a scan; with one, the next multiple of the scan's chunk."""
@@ -25,25 +25,30 @@ def selected(prompts: Sequence[Prompt], select: Select, count: int = 0) -> list[
     return list(everything)
 
 
+def covered(probe: Probe, prompts: Sequence[Prompt], sampled: dict[int, list[int]]) -> dict[int, list[int]]:
+    """Request -> those of its sampled tokens that the probe covers, in the order in which the step lists the requests."""
+    chosen = selected(prompts, probe.select, probe.count)
+    if probe.by_length:
+        chosen.sort(key=lambda i: len(prompts[i].tokens))
+    return {i: sampled[i][: probe.tokens] for i in chosen}
+
+
 def chunk_tokens(name: str, model: ModelFacts) -> int:
     """Prefill tokens per step: a multiple of the scan's chunk, or clearly none."""
     scan = model.scan_chunk or GRID
     grid = -(-GRID // scan) * scan
-    return grid if name == "on grid" else grid - scan // 2 + 5
+    return grid if name == "on grid" else grid - scan // 2 - 1
 
 
-def generate_step(prompts: Sequence[Prompt], new_tokens: int, seed: int, temperature: float) -> dict[str, Any]:
-    return {"kind": "generate", "requests": [{"prompt": prompt.tokens} for prompt in prompts], "max_tokens": new_tokens, "seed": seed,
-            "temperature": temperature}
+def generate_step(probe: Probe, prompts: Sequence[Prompt], wanted: RequestSet, seed: int) -> dict[str, Any]:
+    return {"kind": "generate", "requests": [{"prompt": prompt.tokens} for prompt in prompts], "max_tokens": wanted.new_tokens, "seed": seed,
+            "temperature": wanted.temperature, **_fields(probe)}
 
 
 def scoring_step(probe: Probe, prompts: Sequence[Prompt], tokens: dict[int, list[int]], model: ModelFacts) -> dict[str, Any]:
-    """A replay, score or forward of `tokens` (request -> its sampled tokens, already cut to what the probe covers)."""
-    step: dict[str, Any] = {"kind": probe.step,
-                            "requests": [{"prompt": prompts[i].tokens, "tokens": sampled} for i, sampled in sorted(tokens.items())]}
-    for name in ("preempt_every", "stagger", "prefix_cache", "temperature", "layout", "micro_batch", "mode", "grad"):
-        if (value := getattr(probe, name)) is not None:
-            step[name] = value
+    """A replay, score or forward of `tokens`, as `covered` gives them."""
+    step = {"kind": probe.step, "requests": [{"prompt": prompts[i].tokens, "tokens": sampled} for i, sampled in tokens.items()],
+            **_fields(probe)}
     if probe.chunk is not None:
         step["chunk"] = chunk_tokens(probe.chunk, model)
     if probe.together is not None:
@@ -51,7 +56,13 @@ def scoring_step(probe: Probe, prompts: Sequence[Prompt], tokens: dict[int, list
     return step
 
 
-def probes(matrix: Matrix, conditions: Sequence[Condition]) -> dict[str, list[Probe]]:
+def _fields(probe: Probe) -> dict[str, Any]:
+    """What goes into a step under the probe's own name."""
+    names = ("preempt_every", "stagger", "prefix_cache", "temperature", "processed", "layout", "micro_batch", "mode", "grad")
+    return {name: value for name in names if (value := getattr(probe, name)) is not None}
+
+
+def probes(matrix: Matrix, conditions: Sequence[Condition]) -> dict[Process, list[Probe]]:
     """Process -> its probes, each once, in an order in which the weights are moved once and reloaded once."""
     wanted = [probe for c in conditions for probe in (c.left, c.right)]
     wanted += [probe for control in matrix.controls for probe in (control.before, control.after)]
@@ -59,4 +70,7 @@ def probes(matrix: Matrix, conditions: Sequence[Condition]) -> dict[str, list[Pr
         wanted += [matrix.accuracy.reference, matrix.accuracy.stock, matrix.accuracy.candidate]
     states = ("loaded", "updated", "reloaded")
     order = sorted(dict.fromkeys(wanted), key=lambda p: (states.index(p.weights), p.step != "generate"))
-    return {process: [p for p in order if p.process == process] for process in dict.fromkeys(p.process for p in order)}
+    found: dict[Process, list[Probe]] = {}
+    for probe in order:
+        found.setdefault(probe.process, []).append(probe)
+    return found

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from agent import arrays
+from agent import arrays, checkpoint
 from agent.errors import JobFailed, StepFailed
 from agent.workspace import write_atomic
 from consistency.contract import Contract
@@ -100,7 +100,7 @@ class Session:
         argv = [sys.executable, "-m", f"consistency.jobs.{job.engine}", str(self.directory)]
         self.start = Ticket(-1, "start", time.monotonic(), start_timeout)
         try:
-            self._handle = (sandbox or LocalSandbox()).start(argv, self.directory, environment or {}, limits or Limits())
+            self._handle = (sandbox or LocalSandbox()).start(argv, self.directory, {**_caches(), **(environment or {})}, limits or Limits())
         except OSError as error:
             raise JobFailed(f"the {job.engine} job cannot be started: {error}", self.directory) from error
 
@@ -149,7 +149,7 @@ class Session:
                 on_wait()
                 called = time.monotonic()
             time.sleep(nap)
-            nap = min(nap * 1.5, 0.02)
+            nap = min(nap * 1.5, 0.01)
         return self.collect(ticket)
 
     def collect(self, ticket: Ticket) -> Answer:
@@ -201,3 +201,11 @@ class Session:
 
     def _answer_path(self, ticket: Ticket) -> Path:
         return self.directory / "out" / ("start.json" if ticket.number < 0 else f"{ticket.number:04d}.json")
+
+
+def _caches() -> dict[str, str]:
+    """vLLM's descriptions of its model classes are kept between jobs: without them an engine start takes twice as long.
+
+    Compiled code is not: vLLM's key for it does not see a contract, so one contract could run what was compiled for another.
+    """
+    return {"VLLM_CACHE_ROOT": str(checkpoint.cache().parent / "vllm"), "VLLM_DISABLE_COMPILE_CACHE": "1"}

@@ -107,6 +107,8 @@ class VerifyReport(BaseModel):
     """of the prompts and the sampling, drawn after the candidate was fixed"""
     environment: dict[str, dict]
     """process -> what it reported about its environment and resolved configuration"""
+    harness: str = ""
+    """sha256 of the sources that measured and decided"""
     evidence: str
     """folder of the raw arrays, job files and logs"""
     seconds: float

@@ -26,7 +26,7 @@ class RequestSet:
     """sampled tokens of every request"""
     boundaries: tuple[int, ...] = ()
     """for each n: prompts of n - 1, n and n + 1 tokens, as long as count allows"""
-    fill: tuple[int, int] = (3, 96)
+    fill: tuple[int, int] = (3, 32)
     """shortest and longest of the other prompts"""
     temperature: float = 1.0
 
@@ -42,6 +42,8 @@ class Probe:
     select: Select = "all"
     count: int = 0
     """how many requests `first` and `longest` take"""
+    by_length: bool = False
+    """requests in the order of their prompt lengths, as trainers bucket them to pad less"""
     tokens: int | None = None
     """only the first so many sampled tokens; None: all"""
     together: int | None = None
@@ -51,7 +53,9 @@ class Probe:
     stagger: int | None = None
     prefix_cache: Literal["off", "cold", "warm"] | None = None
     temperature: float | None = None
-    """None: raw log-probabilities"""
+    """forward: log-probabilities after division by it; None: raw"""
+    processed: bool | None = None
+    """generate: log-probabilities after the temperature instead of raw ones"""
     layout: Literal["padded", "packed", "alone"] | None = None
     micro_batch: int | None = None
     mode: Literal["train", "eval"] | None = None
@@ -79,7 +83,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Control:
-    """Two probes that must differ: the second comes after one weight was moved by one ulp."""
+    """Two probes that must differ: the same step before and after one weight was moved by one ulp."""
 
     name: str
     before: Probe
@@ -123,7 +127,7 @@ class Matrix:
 
 
 _SAMPLED = Probe("rollout", "generate")
-_LOSS = Probe("training", "forward", layout="packed", micro_batch=8, mode="train", grad=True)
+_LOSS = Probe("training", "forward", by_length=True, layout="padded", micro_batch=4, mode="train", grad=True)
 
 
 def _replay(**fields) -> Probe:
@@ -131,7 +135,7 @@ def _replay(**fields) -> Probe:
 
 
 def _forward(**fields) -> Probe:
-    return Probe("training", "forward", **{"layout": "padded", "micro_batch": 8, "mode": "train", "grad": False, **fields})
+    return Probe("training", "forward", **{"layout": "padded", "micro_batch": 4, "mode": "train", "grad": False, **fields})
 
 
 def _alone_against(size: int) -> Condition:
@@ -145,7 +149,8 @@ _LONG = {"select": "longest", "count": 6, "tokens": 8}
 _TRAINED = {"select": "first", "count": 11, "tokens": 32}
 _UPDATED = {"select": "first", "count": 6, "tokens": 16}
 
-_COOL_SAMPLED = Probe("rollout", "generate", requests="cool")
+_COOL_RAW = Probe("rollout", "generate", requests="cool raw")
+_COOL_PROCESSED = Probe("rollout", "generate", requests="cool processed", processed=True)
 
 _TINY_CONDITIONS = (
     Condition("same process twice", "determinism", _SAMPLED, _replay()),
@@ -161,20 +166,20 @@ _TINY_CONDITIONS = (
     Condition("prompt lengths around 1, 16, 64, 128, 256 and the scan's chunk", "phase", _SAMPLED, Probe("rollout", "score"), only="boundary"),
     Condition("rollout against the loss", "engine", _SAMPLED, _LOSS),
     Condition("lengths at the boundaries against the loss", "engine", _SAMPLED, _LOSS, only="boundary"),
-    Condition("padded against packed training batches", "engine", _LOSS, _forward(**_TRAINED)),
+    Condition("padded against packed training batches", "engine", _LOSS, _forward(**_TRAINED, layout="packed")),
     Condition("training micro-batches of 1", "engine", _LOSS, _forward(**_TRAINED, layout="alone", micro_batch=1)),
-    Condition("training micro-batches of 3", "engine", _LOSS, _forward(**_TRAINED, layout="packed", micro_batch=3)),
+    Condition("training micro-batches of 3", "engine", _LOSS, _forward(**_TRAINED, micro_batch=3)),
     Condition("training against evaluation mode", "engine", _LOSS, _forward(**_TRAINED, mode="eval")),
     Condition("after an in-place weight update", "engine", _replay(**_UPDATED, weights="updated"), _forward(**_UPDATED, weights="updated")),
     Condition("rollout after a reload", "engine", _SAMPLED, _replay(**_UPDATED, weights="reloaded")),
     Condition("training after a reload", "engine", _LOSS, _forward(**_UPDATED, weights="reloaded")),
-    Condition("temperature 0.7, raw", "engine", _COOL_SAMPLED, _forward(requests="cool")),
-    Condition("temperature 0.7, processed", "engine", _replay(requests="cool", temperature=0.7), _forward(requests="cool", temperature=0.7)),
+    Condition("temperature 0.7, raw", "engine", _COOL_RAW, _forward(requests="cool raw")),
+    Condition("temperature 0.7, processed", "engine", _COOL_PROCESSED, _forward(requests="cool processed", temperature=0.7)),
 )
 
 _TINY_CONTROLS = (
-    Control("one ulp in the rollout", _SAMPLED, _replay(**_UPDATED, weights="updated")),
-    Control("one ulp in training", _LOSS, _forward(**_UPDATED, weights="updated")),
+    Control("one ulp in the rollout", _replay(**_UPDATED), _replay(**_UPDATED, weights="updated")),
+    Control("one ulp in training", _forward(**_UPDATED), _forward(**_UPDATED, weights="updated")),
 )
 
 _MEASURED = {"select": "first", "count": 12, "tokens": 32}
@@ -182,7 +187,8 @@ _MEASURED = {"select": "first", "count": 12, "tokens": 32}
 _TINY_FULL = Matrix(
     sets={
         "main": RequestSet(33, 64, (1, 16, 64, 128, 256, SCAN_CHUNK)),
-        "cool": RequestSet(7, 16, temperature=0.7),
+        "cool raw": RequestSet(7, 16, temperature=0.7),
+        "cool processed": RequestSet(7, 16, temperature=0.7),
     },
     sampled=_SAMPLED,
     loss=_LOSS,
@@ -190,7 +196,7 @@ _TINY_FULL = Matrix(
     controls=_TINY_CONTROLS,
     accuracy=Accuracy(Probe("reference", "forward", **_MEASURED, layout="alone", micro_batch=1, mode="eval", grad=False),
                       Probe("stock rollout", "replay", **_MEASURED), _SAMPLED),
-    timing=Timing(pairs=5, requests=32, prompt_tokens=32, new_tokens=48),
+    timing=Timing(pairs=8, requests=32, prompt_tokens=32, new_tokens=32),
     least_tokens=2000,
 )
 

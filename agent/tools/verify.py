@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -24,7 +25,7 @@ from agent.oracle import Table
 from agent.session import Answer, Engine, Job, Session
 from agent.tools.throughput import measure_throughput
 from agent.tracks import Track, run_tracks
-from agent.verdict import AccuracyResult, ConditionResult, ControlResult, ThroughputResult, VerifyReport
+from agent.verdict import AccuracyResult, ConditionResult, ControlResult, Difference, ThroughputResult, VerifyReport
 from agent.workspace import write_atomic
 from consistency.conditions import MATRICES, Condition, Control, Probe, Process
 from consistency.contract import Contract
@@ -117,24 +118,19 @@ class _Verification:
     def run(self) -> VerifyReport:
         begun = time.monotonic()
         with ExitStack() as stack:
-            processes = [process for process in START_ORDER if process in self.plan]
-            slots = max(2, len(os.sched_getaffinity(0)))
-            run_tracks([self._track(process, stack) for process in processes], slots, self._heartbeat)
+            tracks = [self._track(process, stack) for process in START_ORDER if process in self.plan]
+            run_tracks(tracks, max(2, len(os.sched_getaffinity(0))), self._heartbeat)
             throughput = self._throughput()
         accuracy = self._accuracy()
         controls = [self._control(control) for control in self.matrix.controls]
-        loss = [self.tables.get(probe) for probe in (self.matrix.sampled, self.matrix.loss)]
-        baseline = oracle.difference(*loss) if all(loss) else None
-        for table in filter(None, loss):
-            self.void += oracle.flat(table, self.model.vocabulary)
-        verdict = oracle.decide(
-            [self.results[c] for c in self.matrix.conditions], controls, void=self.void, accuracy=accuracy,
-            tokens=oracle.compare(*loss)[0] if all(loss) else 0, least_tokens=self.matrix.least_tokens)
+        tokens, baseline = self._against_the_loss()
+        verdict = oracle.decide([self.results[c] for c in self.matrix.conditions], controls, void=self.void, accuracy=accuracy,
+                                tokens=tokens, least_tokens=self.matrix.least_tokens)
         report = VerifyReport(
             family=self.request.family, scale=self.request.scale, level=self.request.level, verdict=verdict, baseline=baseline,
             throughput=throughput, target_throughput=self.request.target_throughput, accuracy=accuracy, controls=controls,
             contract=self.request.contract.as_dict(), seed=self.draw.seed, environment=self.environment,
-            evidence=str(self.request.directory), seconds=time.monotonic() - begun)
+            harness=harness(), evidence=str(self.request.directory), seconds=time.monotonic() - begun)
         self._keep("prompts.json", {name: [prompt.tokens for prompt in prompts] for name, prompts in self.prompts.items()})
         self._keep("report.json", report.model_dump(mode="json"))
         self._say("done", "")
@@ -170,11 +166,13 @@ class _Verification:
     def _job(self, process: Process) -> Job:
         """Kernels of the candidate go into the candidate's processes only."""
         request = self.request
-        contract, kernels, settings = request.contract, request.kernels, {"threads": 1}
+        contract, kernels = request.contract, request.kernels
+        settings: dict[str, Any] = {"threads": 1}
         if process == "stock rollout":
             contract, kernels = Contract(), None
         elif process == "reference":
             contract, kernels = Contract(training=dict.fromkeys(self.family.operators, "reference")), None
+            settings["dtype"] = "float32"
         if ENGINES[process] == "rollout":
             settings |= {**ENGINE_LIMITS, "plugin": process != "stock rollout", "logprobs_mode": "raw_logprobs",
                          "enable_prefix_caching": "prefix_cache" not in self.family.cannot}
@@ -186,12 +184,11 @@ class _Verification:
     def _step(self, probe: Probe) -> dict[str, Any]:
         prompts, wanted = self.prompts[probe.requests], self.matrix.sets[probe.requests]
         if probe.step == "generate":
-            return plan.generate_step(prompts, wanted.new_tokens, self.draw.sampling_seed(probe.requests), wanted.temperature)
+            return plan.generate_step(probe, prompts, wanted, self.draw.sampling_seed(probe.requests))
         return plan.scoring_step(probe, prompts, self._covered(probe), self.model)
 
     def _covered(self, probe: Probe) -> dict[int, list[int]]:
-        """Request -> the sampled tokens that the probe covers."""
-        return {i: self.sampled[probe.requests][i][: probe.tokens] for i in plan.selected(self.prompts[probe.requests], probe.select, probe.count)}
+        return plan.covered(probe, self.prompts[probe.requests], self.sampled[probe.requests])
 
     def _move_weights(self, session: Session, weights: str) -> Generator[Callable[[], bool], None, None]:
         if weights == "updated":
@@ -207,7 +204,7 @@ class _Verification:
             if probe.step == "generate":
                 self.sampled[probe.requests] = self._sampled(probe.requests, found)
             covered = self._covered(probe)
-            table, objections = oracle.arrange(found, dict(enumerate(tokens for _, tokens in sorted(covered.items()))))
+            table, objections = oracle.arrange(found, dict(enumerate(covered.values())))
         except BadArrays as error:
             table, objections = None, [str(error)]
         if table is None:
@@ -216,7 +213,7 @@ class _Verification:
             self.failed[probe] = "; ".join(objections)
             self.void += [f"{probe.process}, {probe.step}: {objection}" for objection in objections]
         else:
-            self.tables[probe] = table.renumber(sorted(covered))
+            self.tables[probe] = table.renumber(list(covered))
 
     def _sampled(self, name: str, found: LogProbs) -> dict[int, list[int]]:
         """Request -> sampled tokens. Raises BadArrays unless every request has as many tokens of the vocabulary as were asked for."""
@@ -258,6 +255,15 @@ class _Verification:
         tokens, mismatches = oracle.compare(self.tables[control.before], self.tables[control.after])
         return ControlResult(name=control.name, ran=True, tokens=tokens, mismatches=mismatches)
 
+    def _against_the_loss(self) -> tuple[int, Difference | None]:
+        """Sampled tokens compared with the loss, and how far apart the two are; also objects to flat log-probabilities."""
+        rollout, training = self.tables[self.matrix.sampled], self.tables.get(self.matrix.loss)
+        self.void += oracle.flat(rollout, self.model.vocabulary)
+        if training is None:
+            return 0, None
+        self.void += oracle.flat(training, self.model.vocabulary)
+        return oracle.compare(rollout, training)[0], oracle.difference(rollout, training)
+
     def _accuracy(self) -> AccuracyResult | None:
         """None if this level has none, or if it could not be measured, which is an objection."""
         if self.matrix.accuracy is None:
@@ -275,8 +281,8 @@ class _Verification:
         if self.matrix.timing is None:
             return None
         stock, candidate = (self.sessions[process] for process in TIMED)
-        differing = oracle.configuration_differences(stock.started.get("engine", {}), candidate.started.get("engine", {}), MAY_DIFFER)
-        self.void += [f"the engines are configured differently: {line}" for line in differing]
+        self.void += oracle.configuration_objections(stock.started.get("engine"), candidate.started.get("engine"), MAY_DIFFER)
+        self.environment["machine"] = {"load": os.getloadavg()[0], "cores": os.cpu_count()}
         self._say("throughput", "warm-up")
         result, objections = measure_throughput(stock, candidate, self.matrix.timing, self.draw, self._pair)
         self.void += objections
@@ -298,6 +304,16 @@ class _Verification:
 
     def _keep(self, name: str, data: Any) -> None:
         write_atomic(self.request.directory / name, json.dumps(data, indent=1).encode())
+
+
+def harness() -> str:
+    """sha256 over the sources of this project, so that a reader can tell which oracle gave a verdict."""
+    root = Path(__file__).resolve().parents[2]
+    sources = sorted(path for room in ("agent", "consistency", "sandboxes") for path in (root / room).rglob("*.py"))
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(f"{source.relative_to(root)}\0{source.stat().st_size}\0".encode() + source.read_bytes())
+    return digest.hexdigest()
 
 
 def _ask(session: Session, step: dict[str, Any]) -> Generator[Callable[[], bool], None, Answer]:

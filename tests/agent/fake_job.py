@@ -61,7 +61,7 @@ def answer(step, weight):
         tokens = request.get("tokens") or [int(fraction(request["prompt"], step["seed"], n) * VOCABULARY) for n in range(step["max_tokens"])]
         for position, token in enumerate(tokens):
             before = request["prompt"] + tokens[:position]
-            temperature = None if kind == "generate" else step.get("temperature")
+            temperature = step.get("temperature") if kind != "generate" or step.get("processed") else None
             rows.append((index, position, token, logprob(before, token, temperature, weight)))
     request, position, token, values = zip(*rows, strict=True)
     arrays = {"request": np.array(request, np.int32), "position": np.array(position, np.int32), "token": np.array(token, np.int64),

@@ -65,6 +65,20 @@ def test_only_shared_keys_are_compared():
     assert compare(table(), table().of([])) == (0, 0)
 
 
+def test_a_step_may_list_the_requests_in_any_order():
+    """The step listed 2, 0, 1 of SAMPLED as its requests 0, 1, 2."""
+    listed = {0: SAMPLED[2], 1: SAMPLED[0], 2: SAMPLED[1]}
+    values = dict(zip(table().key.tolist(), table().logprob.tolist(), strict=True))
+    request = np.array([0, 0, 1, 1, 1, 2], np.int32)
+    position = np.array([0, 1, 0, 1, 2, 0], np.int32)
+    token = np.array([t for tokens in listed.values() for t in tokens], np.int64)
+    logprob = np.array([values[(original << 32) + p] for original, p in zip([2, 2, 0, 0, 0, 1], position.tolist(), strict=True)], np.float32)
+    found, objections = arrange(LogProbs(request, position, token, logprob), listed)
+    assert found is not None and not objections
+    assert compare(table(), found.renumber([2, 0, 1])) == (6, 0)
+    assert compare(table(), found.renumber([0, 1, 2]))[1] > 0
+
+
 def test_difference_by_hand():
     rollout, training = table([-1, -1, -1, -1, -1, -1]), table([-1, -0.5, -1, -1, -1, np.nan])
     found = difference(rollout, training)
@@ -194,10 +208,15 @@ def test_no_pairs_is_not_a_ratio():
 def test_configurations_are_compared_field_by_field():
     stock = {"plugin": False, "graphs": True, "scheduler": {"max_num_seqs": 64, "chunked": True}, "dtype": "bfloat16"}
     same = {**stock, "plugin": True}
-    assert oracle.configuration_differences(stock, same, ("plugin",)) == []
+    assert oracle.configuration_objections(stock, same, ("plugin",)) == []
     other = {**same, "graphs": False, "scheduler": {"max_num_seqs": 8}}
-    assert oracle.configuration_differences(stock, other, ("plugin",)) == [
-        "graphs: True -> False", "scheduler.chunked: True -> absent", "scheduler.max_num_seqs: 64 -> 8"]
+    found = [line.removeprefix("the engines are configured differently: ") for line in oracle.configuration_objections(stock, other, ("plugin",))]
+    assert found == ["graphs: True -> False", "scheduler.chunked: True -> absent", "scheduler.max_num_seqs: 64 -> 8"]
+
+
+@pytest.mark.parametrize("absent", [{}, None])
+def test_a_configuration_that_nobody_reported_is_not_equal(absent):
+    assert oracle.configuration_objections({"graphs": True}, absent) and oracle.configuration_objections(absent, absent)
 
 
 def condition(**changed):

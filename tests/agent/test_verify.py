@@ -83,6 +83,7 @@ def test_the_report_is_kept_with_everything_raw(checkpoint):
     assert list((folder / "jobs" / "training" / "out").glob("*.safetensors"))
     assert (folder / "jobs" / "rollout" / "log").exists()
     assert report.environment["sandbox"]["isolation"] == "process"
+    assert len(report.harness) == 64
     assert report.environment["stock rollout"]["engine"]["graphs"] is True
     assert not list(folder.rglob("*.draft"))
 
@@ -256,7 +257,7 @@ def test_the_matrix_is_three_way_and_covers_every_dimension_of_one_device():
         assert {c.process for control in matrix.controls for c in (control.after,)} == {"rollout", "training"}
     assert {c.dimension for c in REQUIRED["tiny"]} == {"determinism", "batch", "phase", "engine"}
     assert len({c.name for c in REQUIRED["tiny"]}) == len(REQUIRED["tiny"])
-    assert {c for c in MATRICES["tiny", "quick"].conditions} <= set(REQUIRED["tiny"])
+    assert set(MATRICES["tiny", "quick"].conditions) <= set(REQUIRED["tiny"])
 
 
 def test_weights_are_moved_after_everything_else_and_restored_last():
