@@ -15,7 +15,7 @@ class Target(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    throughput: float = Field(0.913, gt=0)
+    throughput: float = Field(default=0.913, gt=0)
     """Least acceptable rollout throughput, as a share of stock on the same machine."""
 
 
@@ -24,9 +24,9 @@ class Budget(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    minutes: float = Field(60, ge=0)
+    minutes: float = Field(default=60, ge=0)
     """Wall clock of one call."""
-    attempts: int = Field(12, ge=0)
+    attempts: int = Field(default=12, ge=0)
     """Attempts started by one call."""
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agent.errors import JobFailed
-from agent.tools.localize import Divergence, LocalizeReport
+from agent.state import RunState
+from agent.tools.divergence import Divergence, LocalizeReport, SiteCount
 from agent.tools.repro import ReproReport
 from agent.toolset import Progress
 from agent.verdict import ConditionResult, ControlResult, Difference, ThroughputResult, Verdict, VerifyReport
@@ -20,12 +21,13 @@ TOKENS = 64
 class FakeTools:
     """A little world: per dimension, operators in execution order that differ until both sides bind them to the same implementation.
 
-    `broken` lists implementations that make every condition worse, `crashing` ones that take the engine down; both are `operator=name`.
+    `broken` lists implementations that spoil every condition, `crashing` ones that take the engine down, `useless` ones that fix nothing; all as
+    `operator=name`.
     `before` is called with the name of each call before it does anything, which is where a test injects a kill, a delay or an exception.
     """
 
-    def __init__(self, world: dict[Dimension, list[str]], *, broken: tuple[str, ...] = (), crashing: tuple[str, ...] = (), useless: tuple[str, ...] = (),
-                 ratio: float = 0.97, void: bool = False, before: Callable[[str], None] = lambda name: None):
+    def __init__(self, world: dict[Dimension, list[str]], *, broken: tuple[str, ...] = (), crashing: tuple[str, ...] = (),
+                 useless: tuple[str, ...] = (), ratio: float = 0.97, void: bool = False, before: Callable[[str], None] = lambda name: None):
         self.world, self.broken, self.crashing, self.useless = world, broken, crashing, useless
         self.ratio, self.void, self.before = ratio, void, before
         self.calls: list[str] = []
@@ -47,17 +49,24 @@ class FakeTools:
             target_throughput=0.913, accuracy=None, contract=contract.as_dict(), seed="0", environment={}, evidence="", seconds=1.0,
             controls=[ControlResult(name="training weight", ran=True, tokens=TOKENS, mismatches=TOKENS)])
 
-    def localize(self, contract: Contract, kernels: Path, progress: Progress) -> LocalizeReport:
+    def localize(self, contract: Contract, kernels: Path, progress: Progress, dimensions: list[str] | None = None) -> LocalizeReport:
         self._begin("localize", contract)
-        found = []
+        found: list[Divergence] = []
+        sites: dict[str, list[SiteCount]] = {}
         for dimension, operators in self.world.items():
-            if differing := self._differing(dimension, contract):
+            differing = self._differing(dimension, contract)
+            sites[dimension] = [SiteCount(site=f"{n:03d}.{name}", layer=n, operator=name, rows=40,
+                                          differing=40 if differing and n >= operators.index(differing[0]) else 0)
+                                for n, name in enumerate(operators)]
+            if differing:
                 layer = operators.index(differing[0])
+                behind = f"{operators.index(differing[1]):03d}.{differing[1]}" if differing[1:] else None
                 found.append(Divergence(
                     dimension=dimension, operator=differing[0], layer=layer, site=f"{layer:03d}.{differing[0]}", sides=["rollout", "training"],
                     cause="reduction order", cause_detail="sums in another order", elements=4096, differing=37, max_abs=0.002, max_ulps=3,
-                    confirmed=True, substituted_with="exact", next_site=None))
-        return LocalizeReport(divergences=found, exact_dimensions=[d for d in self.world if not self._differing(d, contract)], seconds=1.0)
+                    confirmed=True, substituted_with="exact", next_site=behind))
+        exact: list[str] = [d for d in self.world if not self._differing(d, contract)]
+        return LocalizeReport(divergences=found, exact_dimensions=exact, seconds=1.0, sites=sites)
 
     def repro(self, divergence: Divergence, directory: Path, progress: Progress) -> ReproReport:
         self._begin(f"repro {divergence.operator}", None)
@@ -76,7 +85,7 @@ class FakeTools:
         if contract and self._uses(self.crashing, contract):
             raise JobFailed("the rollout job died with signal 11", Path("jobs/0"), "Segmentation fault")
 
-    def _differing(self, dimension: str, contract: Contract) -> list[str]:
+    def _differing(self, dimension: Dimension, contract: Contract) -> list[str]:
         return [operator for operator in self.world[dimension] if not self._fixed(operator, contract)]
 
     def _fixed(self, operator: str, contract: Contract) -> bool:
@@ -108,8 +117,8 @@ class SilentObserver:
     def __init__(self) -> None:
         self.phases: list[str] = []
 
-    def step(self, state: object, seconds_left: float) -> None:
-        self.phases.append(getattr(state, "phase", ""))
+    def step(self, state: RunState, seconds_left: float) -> None:
+        self.phases.append(state.phase)
 
-    def tick(self, *args: object, **fields: object) -> None:
+    def tick(self, event: object) -> None:
         return

@@ -3,30 +3,23 @@
 import contextlib
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from agent import __version__, pull_request
 from agent.errors import BudgetEnded, JobFailed, UserError
 from agent.judge import judge
 from agent.policies import Action, Localize, Patch, Policy, Repro, Stop, Verify
+from agent.screen import Observer
 from agent.state import Attempt, Phase, ReproCheck, RunState, jsonable, key
-from agent.tools.localize import LocalizeReport
+from agent.tools.divergence import LocalizeReport
 from agent.tools.patch_kernel import PatchRequest, patch_kernel
-from agent.verdict import VerifyReport
 from agent.toolset import Tools
+from agent.verdict import VerifyReport
 from agent.workspace import Workspace, branch, write_evidence
 from consistency.contract import Contract
 
 MAX_REFUSED = 3
 """A policy whose actions are refused so often in a row has lost the thread."""
-
-
-class Observer(Protocol):
-    """Where a run shows itself. `tick` may be called often."""
-
-    def step(self, state: RunState, seconds_left: float) -> None: ...
-
-    def tick(self, *args: object, **fields: object) -> None: ...
 
 
 class Run:
@@ -80,7 +73,7 @@ class Run:
             if not any(check.after for check in attempt.repros):
                 self._enter("verify")
                 with self._blame(attempt):
-                    attempt.verify = self.tools.verify(self._contract(attempt), self._tree(attempt) / "kernels", "quick", self._tick)
+                    attempt.verify = self.tools.verify(self._contract(attempt), self._tree(attempt) / "kernels", level, self._tick)
             return
         stock = state.baseline is None
         self._enter("baseline" if stock else "full verify" if level == "full" else "verify")
@@ -94,7 +87,7 @@ class Run:
             else:
                 state.verify = report
         self._record("baseline" if stock else "final" if level == "full" else "start", report)
-        state.log(f"{state.phase}: {report.verdict.mismatches} of {report.verdict.tokens} tokens differ")
+        state.log(f"{state.phase}: {report.verdict.mismatches} mismatches in {len(report.verdict.conditions)} conditions")
 
     def _localize(self) -> None:
         state, attempt = self.state, self.state.open_attempt
@@ -172,6 +165,9 @@ class Run:
             state.head = self.workspace.fast_forward(self._main, attempt.commit)
             state.contract = attempt.patch.contract or state.contract
             state.verify, state.localize, state.final = attempt.verify, attempt.localize, None
+            if attempt.verify and attempt.verify.level == "full":
+                state.final = attempt.verify
+                self._record("final", attempt.verify)
         self.workspace.drop_tree(state.run, f"attempt-{attempt.number}")
         state.log(f"attempt {attempt.number} {attempt.outcome}: {attempt.reason}")
         return True
@@ -226,9 +222,9 @@ class Run:
         self.state.phase = phase
         self.observer.step(self.state, self.deadline - time.monotonic())
 
-    def _tick(self, *args: object, **fields: object) -> None:
+    def _tick(self, event: Any) -> None:
         """Handed to every tool: shows its progress and ends it when the time is up."""
-        self.observer.tick(*args, **fields)
+        self.observer.tick(event)
         self._check_clock()
 
     def _check_clock(self) -> None:

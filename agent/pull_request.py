@@ -24,7 +24,7 @@ class Evidence:
     def load(cls, workspace: Workspace, state: RunState) -> "Evidence":
         """Raises UserError if a file is not the one that a commit's Evidence trailer names."""
         documents, hashes = {}, {}
-        sources = [(blob.path, state.head) for blob in workspace.repo.commit(state.head).tree.traverse() if blob.path.startswith("evidence/")]
+        sources = [(path, state.head) for path in workspace.files(state.head, "evidence")]
         sources += [(f"evidence/attempt-{a.number}.json", a.commit) for a in state.attempts if a.outcome == "rejected"]
         for path, commit in sources:
             data = workspace.show(commit, path)
@@ -49,10 +49,11 @@ class Evidence:
 def write(workspace: Workspace, state: RunState) -> str:
     """The whole text."""
     evidence = Evidence.load(workspace, state)
-    stock, final = evidence.documents["baseline"], evidence.documents.get("final") or (evidence.attempts("kept")[-1]["verify"])
+    # A final.json that an older head left behind is not about this one.
+    stock, final = evidence.documents["baseline"], evidence.documents["final"] if state.final else evidence.attempts("kept")[-1]["verify"]
     sections = [
-        _title(state, final), _claim(state, stock, final), _causes(evidence), _numbers(stock, final), _conditions(stock, final), _commands(state, evidence),
-        _environment(final), _dropped(evidence), _controls(final), _limits(state, final), _provenance(state, evidence)]
+        _title(state, final), _claim(state, stock, final), _causes(evidence), _numbers(stock, final), _conditions(stock, final),
+        _commands(state, evidence), _environment(final), _dropped(evidence), _controls(final), _limits(state, final), _provenance(state, evidence)]
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
@@ -68,7 +69,8 @@ def _claim(state: RunState, stock: Json, final: Json) -> str:
     speed = "Throughput was not measured." if timing is None else (
         f"Rollout throughput is {timing['ratio']:.3f} of stock (required: {state.target:.3f}).")
     kind = "required" if final["level"] == "full" else "quickly checked"
-    return (f"**Claim.** {verdict['mismatches']} mismatches in {len(ran)} {kind} conditions that compare {sum(c['tokens'] for c in ran)} log-probabilities "
+    compared = sum(c["tokens"] for c in ran)
+    return (f"**Claim.** {verdict['mismatches']} mismatches in {len(ran)} {kind} conditions that compare {compared} log-probabilities "
             f"({verdict['tokens']} sampled tokens, fp32 bits, scale `{state.scale}`); the untouched stack has {stock['verdict']['mismatches']} in "
             f"{sum(c['ran'] for c in stock['verdict']['conditions'])}. {speed}\n\n"
             f"The change is `contract.toml` and, where it names them, files in `kernels/`; the engines themselves are not edited.")
@@ -81,8 +83,9 @@ def _causes(evidence: Evidence) -> str:
         for key in attempt["addresses"]:
             if d := evidence.divergence(key):
                 proof = f"substituting `{d['substituted_with']}` moves it" if d["confirmed"] else "not confirmed by substitution"
-                rows.append([f"`{d['operator']}`", d["dimension"], f"`{d['site']}`", f"{d['cause']}: {d['cause_detail']}", f"{d['differing']} of {d['elements']}",
-                             f"{_number(d['max_abs'])}, {d['max_ulps']} ulps", proof, f"attempt {attempt['number']}: {fix}"])
+                rows.append([f"`{d['operator']}`", d["dimension"], f"`{d['site']}`", f"{d['cause']}: {d['cause_detail']}",
+                             f"{d['differing']} of {d['elements']}", f"{_number(d['max_abs'])}, {d['max_ulps']} ulps", proof,
+                             f"attempt {attempt['number']}: {fix}"])
     return "## What differed first, and why\n\n" + _table(
         ["operator", "dimension", "site", "cause", "elements", "largest", "confirmed", "fixed by"], rows)
 
@@ -121,9 +124,16 @@ def _commands(state: RunState, evidence: Evidence) -> str:
 
 
 def _environment(final: Json) -> str:
-    rows = [[process, ", ".join(f"{key} {value}" for key, value in sorted(_flat(facts.get("environment", facts)).items()))]
-            for process, facts in sorted(final["environment"].items())]
-    return "## Environment\n\n" + _table(["process", "versions and settings"], rows)
+    return "## Environment\n\n" + _table(["process", "versions and settings"], [list(row) for row in environment_rows(final["environment"])])
+
+
+def environment_rows(environment: dict[str, Json]) -> list[tuple[str, str]]:
+    """(processes, what they reported), one row for those that reported the same."""
+    rows: dict[str, list[str]] = {}
+    for process, facts in sorted(environment.items()):
+        facts = facts.get("environment") or facts
+        rows.setdefault(", ".join(f"{key} {value}" for key, value in sorted(flatten(facts).items())), []).append(process)
+    return [(", ".join(processes), text) for text, processes in rows.items()]
 
 
 def _dropped(evidence: Evidence) -> str:
@@ -134,20 +144,21 @@ def _dropped(evidence: Evidence) -> str:
 
 def _controls(final: Json) -> str:
     rows = [[c["name"], f"{c['mismatches']} of {c['tokens']} reported" if c["ran"] else f"did not run: {c['reason']}"] for c in final["controls"]]
-    return ("## Negative control\n\nOne weight moved by one ulp on one side must be reported, or the verdict is void.\n\n" + _table(["control", "result"], rows))
+    rule = "One weight moved by one ulp on one side must be reported, or the verdict is void."
+    return f"## Negative control\n\n{rule}\n\n{_table(['control', 'result'], rows)}"
 
 
 def _limits(state: RunState, final: Json) -> str:
     lines = [f"- not run: {c['name']} ({c['dimension']}): {c['reason']}" for c in final["verdict"]["conditions"] if not c["ran"]]
     lines += [f"- {reason}" for reason in final["verdict"]["reasons"]]
-    lines.append(f"- measured at scale `{state.scale}` on the device named above only; other devices, versions and thread counts need their own verify")
+    lines.append(f"- measured at scale `{state.scale}` in the environment above only; other devices, versions and thread counts are not covered")
     return "## Limits\n\n" + "\n".join(lines)
 
 
 def _provenance(state: RunState, evidence: Evidence) -> str:
     hashes = "\n".join(f"- `evidence/{name}.json` sha256:{sha}" for name, sha in sorted(evidence.hashes.items()))
-    return (f"## Provenance\n\nRun `{state.run}`, policy `{state.policy}`, branch `{state.branch}`. Written by a program; a person has to review it before it is "
-            f"merged. Each hash below is also the `Evidence` trailer of the commit that added the file.\n\n{hashes}")
+    return (f"## Provenance\n\nRun `{state.run}`, policy `{state.policy}`, branch `{state.branch}`. Written by a program; a person has to review it "
+            f"before it is merged. Each hash below is also the `Evidence` trailer of the commit that added the file.\n\n{hashes}")
 
 
 def _binding(binding: Json) -> str:
@@ -164,10 +175,10 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def _flat(value: Json, prefix: str = "") -> dict[str, Any]:
+def flatten(value: Json, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, inner in value.items():
-        flat |= _flat(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {f"{prefix}{key}": inner}
+        flat |= flatten(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {f"{prefix}{key}": inner}
     return flat
 
 

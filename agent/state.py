@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from agent.errors import UserError
-from agent.tools.localize import Divergence, LocalizeReport
+from agent.tools.divergence import Divergence, LocalizeReport
 from agent.tools.patch_kernel import Binding, PatchReport, validate
 from agent.tools.repro import ReproReport
 from agent.verdict import VerifyReport
@@ -81,7 +81,7 @@ class RunState(BaseModel):
     baseline: VerifyReport | None = None
     """Quick verify of the empty contract."""
     verify: VerifyReport | None = None
-    """Quick verify of `head`."""
+    """What `head` was kept for: the verify of its attempt, or of the starting contract."""
     localize: LocalizeReport | None = None
     """First divergences of `head`."""
     first_localize: LocalizeReport | None = None
@@ -132,17 +132,17 @@ def key(divergence: Divergence) -> str:
 
 def begin(workspace: Workspace, *, run: str, checkpoint: str, device: str, policy: str, target: float) -> RunState:
     """Start a run: its branch at the base, its state on disk, and the workspace pointing to it. Raises UserError on an unusable contract."""
-    settings = workspace.settings
+    settings, base = workspace.settings, workspace.base()
+    tree = workspace.add_tree(run, "main", base)
     try:
-        contract = Contract.load(workspace.path / "contract.toml")
-        validate(contract, workspace.path)
+        contract = Contract.load(tree / "contract.toml")
+        validate(contract, tree)
     except ContractError as error:
+        workspace.forget(run, "main")
         raise UserError(str(error)) from None
-    base = workspace.base()
     state = RunState(
         run=run, model=settings.model, scale=settings.scale, checkpoint=checkpoint, policy=policy, device=device, target=target, base=base,
-        started=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", contract=contract.as_dict())
-    state.head = workspace.head(workspace.add_tree(run, "main", base))
+        started=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", contract=contract.as_dict(), head=workspace.head(tree))
     state.save(workspace)
     write_atomic(workspace.private / "current", f"{run}\n".encode())
     return state

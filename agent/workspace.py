@@ -69,9 +69,20 @@ class Workspace:
             raise UserError(f"{path} is not a git repository; name a new folder and `agent run` makes one") from None
         if not (path / config.FILE).is_file():
             raise UserError(f"{path} is a repository but not a workspace: it has no {config.FILE}; name a new folder and `agent run` makes one")
-        workspace.private.mkdir(exist_ok=True)
-        workspace._exclude_private()
+        workspace._prepare()
         return workspace
+
+    @classmethod
+    def foreign(cls, path: Path) -> "Workspace":
+        """A repository that is not a workspace, for patches that need branches and worktrees only."""
+        try:
+            repository = cls(path.resolve())
+        except (git.InvalidGitRepositoryError, git.NoSuchPathError):
+            raise UserError(f"{path} is not the top of a git repository") from None
+        if not repository.repo.head.is_valid():
+            raise UserError(f"{path} has no commit yet, so there is nothing to patch")
+        repository._prepare()
+        return repository
 
     @property
     def settings(self) -> Config:
@@ -109,7 +120,7 @@ class Workspace:
         name = self.repo.active_branch.name
         if not name.startswith("agent/"):
             return name
-        if "main" not in [head.name for head in self.repo.heads]:
+        if not self.has_branch("main"):
             raise UserError(f"{self.path} is on {name}, a run's own branch; `git switch` to the branch that the run shall start from")
         return "main"
 
@@ -133,6 +144,14 @@ class Workspace:
             self._git("worktree", "remove", "--force", "--force", str(tree))
         shutil.rmtree(tree, ignore_errors=True)
         self._git("worktree", "prune")
+
+    def forget(self, run: str, name: str) -> None:
+        """Remove worktree and branch of something that came to nothing."""
+        self.drop_tree(run, name)
+        self._git("branch", "--quiet", "-D", branch(run, name))
+
+    def has_branch(self, name: str) -> bool:
+        return name in [head.name for head in self.repo.heads]
 
     def reset(self, tree: Path, commit: str) -> None:
         """Bring a worktree and its branch back to a recorded commit, after a kill in the middle of git's own work."""
@@ -178,12 +197,18 @@ class Workspace:
         """A committed file's bytes."""
         return self.repo.commit(commit).tree.join(name).data_stream.read()
 
+    def files(self, commit: str, under: str) -> list[str]:
+        """Committed paths below a folder."""
+        return [name for name in self._git("ls-tree", "-r", "-z", "--name-only", commit, "--", f"{under}/").split("\0") if name]
+
     def evidence_trailers(self, commit: str, path: str | None = None) -> list[str]:
         """Hashes in the Evidence trailers of a commit, or of the newest commit up to it that touched `path`."""
         values = self._git("log", "-1", "--format=%(trailers:key=Evidence,valueonly)", commit, "--", *([path] if path else []))
         return [line.removeprefix("sha256:") for line in values.splitlines() if line]
 
-    def _exclude_private(self) -> None:
+    def _prepare(self) -> None:
+        """The private folder, and git told to look past it."""
+        self.private.mkdir(exist_ok=True)
         exclude = Path(self.repo.common_dir) / "info" / "exclude"
         wanted = [f"/{PRIVATE}/", "/report.html"]
         lines = exclude.read_text(encoding="utf-8").splitlines() if exclude.exists() else []

@@ -22,7 +22,7 @@ class Bindings:
         """Replaces the table. Raises ContractError for an operator or implementation that does not exist; the old table then stays."""
         contract.validate(catalog.known())
         names = getattr(contract, self.side)
-        active = {operator: self._load(operator, name) for operator, name in names.items()}
+        active = {operator: self.load(operator, name) for operator, name in names.items()}
         self.active, self.names = active, dict(names)
 
     def get(self, operator: str):
@@ -33,7 +33,8 @@ class Bindings:
         """The bound callable, or the catalogue's stock function."""
         return self.active.get(operator) or catalog.load(operator, "stock", self.side, self.device)
 
-    def _load(self, operator: str, name: str):
+    def load(self, operator: str, name: str):
+        """One implementation by its name in a contract. Raises ContractError."""
         if not name.startswith("kernels:"):
             try:
                 return catalog.load(operator, name, self.side, self.device)

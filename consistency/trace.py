@@ -52,12 +52,23 @@ class Recorder:
         self.prints: dict[str, torch.Tensor] = {}
         self.dumps: dict[str, torch.Tensor] = {}
         self.index: torch.Tensor | None = None
+        self.places: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, requests: torch.Tensor, positions: torch.Tensor) -> None:
         """int64 [T] request and position of each row of the coming step; request -1 marks a row to ignore."""
         offsets = torch.tensor(self.offsets + [0])
         valid = (requests >= 0) & (positions < torch.tensor(self.lengths + [0])[requests])
         self.index = torch.where(valid, offsets[requests] + positions, -1)
+        self.place("row", self.index)
+
+    def place(self, name: str, index: torch.Tensor) -> None:
+        """Keeps in which call, and where in it, each row was computed last; `index` [T] are global rows, -1 for rows to ignore."""
+        if name not in self.places:
+            self.places[name] = tuple(torch.full((self.total,), ABSENT, dtype=torch.int32) for _ in range(2))
+        step, slot = self.places[name]
+        keep = index >= 0
+        step[index[keep]] = step.max() + 1
+        slot[index[keep]] = torch.arange(len(index), dtype=torch.int32)[keep]
 
     def record(self, site: Site, value: torch.Tensor, rows: slice | torch.Tensor | None = None) -> None:
         """value [T, ...]: the operator's rows of this step, or of the part `rows` of it."""
@@ -76,6 +87,7 @@ class Recorder:
 
     def arrays(self) -> dict[str, torch.Tensor]:
         return {"row_request": self.request, "row_position": self.position,
+                **{f"{name}_{what}": v for name, place in self.places.items() for what, v in zip(("step", "slot"), place, strict=True)},
                 **{f"fp/{k}": v for k, v in self.prints.items()},
                 **{f"dump/{k}": v.reshape(self.total, -1).contiguous() for k, v in self.dumps.items()}}
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Verify(BaseModel):
-    """Compare the engines: the open attempt if there is one, else the run branch."""
+    """Compare the engines: the open attempt if there is one, else the run branch. A run can end as exact only on a full one."""
 
     kind: Literal["verify"] = "verify"
     level: Literal["quick", "full"] = "quick"

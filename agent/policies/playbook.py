@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from agent.policies import Action, Localize, Patch, Repro, Stop, Verify
-from agent.state import RunState, key
-from agent.tools.localize import Divergence
-from agent.tools.patch_kernel import Binding
+from agent.state import Attempt, RunState, key
+from agent.tools.divergence import Divergence
+from agent.tools.patch_kernel import Binding, Side
 from consistency.operators import catalog
 
 
@@ -18,7 +18,7 @@ class Playbook:
         if state.verify is None or state.best is None:
             return Verify()
         if attempt := state.open_attempt:
-            return Verify() if attempt.verify is None else Localize()
+            return Verify(level="full" if hopeful(state, attempt) else "quick") if attempt.verify is None else Localize()
         if state.best.verdict.void or (not state.best.verdict.exact and state.best.verdict.mismatches == 0):
             return Stop(why="; ".join(state.best.verdict.reasons))
         if state.best.verdict.exact:
@@ -36,6 +36,12 @@ class Playbook:
         return Stop(why=f"the catalogue has nothing left to try for {', '.join(operators)}")
 
 
+def hopeful(state: RunState, attempt: Attempt) -> bool:
+    """Whether the attempt leaves nothing that localize saw: then the full matrix is asked at once, which saves the quick one."""
+    last = {d.dimension: d for d in state.divergences()}
+    return all(d.next_site is None for d in last.values()) and {key(d) for d in state.divergences()} <= set(attempt.addresses)
+
+
 def candidates(state: RunState) -> Iterator[Patch]:
     """All first divergences at once, then each operator alone: one bad fix among good ones must not hide them."""
     offers: dict[str, list[Binding]] = {}
@@ -51,10 +57,10 @@ def candidates(state: RunState) -> Iterator[Patch]:
 
 def offered(operator: str, state: RunState) -> list[Binding]:
     """Exact implementations of an operator that the contract does not use yet, in catalogue order."""
-    sides: dict[str, list[str]] = {}
+    sides: dict[str, list[Side]] = {}
     for info in catalog.implementations(operator, device=state.device):
         if info.exact and state.contract[info.side].get(operator) != info.name:
-            sides.setdefault(info.name, []).append(info.side)
+            sides.setdefault(info.name, []).append("rollout" if info.side == "rollout" else "training")
     return [Binding(operator=operator, implementation=name, side=None if len(where) == 2 else where[0]) for name, where in sides.items()]
 
 

@@ -16,13 +16,16 @@ MAX_BYTES = 200_000
 """Largest file or diff accepted; generated data has no place in a patch."""
 
 
+Side = Literal["rollout", "training"]
+
+
 class Binding(BaseModel):
     """One line of a contract change."""
 
     operator: str
     implementation: str
     """A name from the catalogue, `stock`, or `kernels:FILE.NAME`."""
-    side: Literal["rollout", "training"] | None = None
+    side: Side | None = None
     """None: both."""
 
     def __str__(self) -> str:
@@ -51,14 +54,7 @@ class PatchReport(BaseModel):
 def patch_kernel(request: PatchRequest) -> PatchReport:
     """Check everything, then write. Raises UserError on a path outside the allowed ones, a bad contract or a diff that does not apply."""
     tree = request.worktree
-    if not (request.bindings or request.files or request.diff):
-        raise UserError("the patch is empty: give a contract change, a kernel file or a diff")
-    for name, text in request.files.items():
-        check_path(tree, name, [f"{KERNELS}/*.py"])
-        _check_text(name, text)
-    diffed = _check_diff(tree, request.diff, request.allow) if request.diff is not None else []
-    contract = _contract(tree, request) if request.bindings else None
-
+    diffed, contract = check(request)
     if request.diff is not None:
         call_git(("apply", "--index", "--whitespace=nowarn", "-"), tree, request.diff)
     for name, text in request.files.items():
@@ -70,6 +66,18 @@ def patch_kernel(request: PatchRequest) -> PatchReport:
     elif (tree / "contract.toml").exists():
         contract = Contract.load(tree / "contract.toml")
     return PatchReport(changed=sorted(set(changed)), contract=contract.as_dict() if contract is not None else None)
+
+
+def check(request: PatchRequest) -> tuple[list[str], Contract | None]:
+    """What `patch_kernel` refuses, without writing. Returns the paths that the diff changes and, with bindings, the contract afterwards."""
+    tree = request.worktree
+    if not (request.bindings or request.files or request.diff):
+        raise UserError("the patch is empty: give a contract change, a kernel file or a diff")
+    for name, text in request.files.items():
+        check_path(tree, name, [f"{KERNELS}/*.py"])
+        _check_text(name, text)
+    diffed = _check_diff(tree, request.diff, request.allow) if request.diff is not None else []
+    return diffed, _contract(tree, request) if request.bindings else None
 
 
 def check_path(tree: Path, name: str, allow: list[str]) -> None:

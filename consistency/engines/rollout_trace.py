@@ -107,6 +107,7 @@ class _Tracer:
     def head(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The head sees a selection of rows; a row is recognised by the fingerprint of its final norm."""
         self.head_rows = torch.tensor([self.final.get(k, -1) for k in fingerprint(hidden).tolist()])
+        self.recorder.place("head", self.head_rows)
         self._record_head("linear", "logits", logits)
         return logits
 

@@ -32,26 +32,36 @@ STACKED = {"qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"
 """the rollout's stacked weights and transformers' parts, in stacking order"""
 
 
-def rollout_fingerprints(model: torch.nn.Module) -> dict[str, int]:
-    """Name in vLLM -> checksum of the parameter's bits."""
-    return {name: _checksum(p) for name, p in model.named_parameters()}
+def rollout_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Canonical name, which is vLLM's, -> parameter."""
+    return dict(model.named_parameters())
 
 
-def training_fingerprints(model: torch.nn.Module) -> dict[str, int]:
+def training_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The same names and forms for a transformers model: parts stacked, decay rates as vLLM keeps them."""
     table = dict(model.named_parameters())
-    out: dict[str, int] = {}
+    out: dict[str, torch.Tensor] = {}
     for stacked, parts in STACKED.items():
         for name in [n for n in table if n.endswith(parts[0])]:
             prefix = name.removesuffix(parts[0])
             if all(prefix + part in table for part in parts):
-                out[prefix + stacked] = _checksum(torch.cat([table.pop(prefix + part) for part in parts]))
+                out[prefix + stacked] = torch.cat([table.pop(prefix + part).detach() for part in parts])
     for name, parameter in table.items():
         if name.endswith("A_log"):
-            out[name.removesuffix("_log")] = _checksum(-torch.exp(parameter.float()))
+            out[name.removesuffix("_log")] = -torch.exp(parameter.detach().float())
         else:
-            out[name.replace("model.embeddings.", "model.embed_tokens.")] = _checksum(parameter)
+            out[name.replace("model.embeddings.", "model.embed_tokens.")] = parameter.detach()
     return out
+
+
+def rollout_fingerprints(model: torch.nn.Module) -> dict[str, int]:
+    """Canonical name -> checksum of the parameter's bits."""
+    return {name: _checksum(p) for name, p in rollout_parameters(model).items()}
+
+
+def training_fingerprints(model: torch.nn.Module) -> dict[str, int]:
+    """As `rollout_fingerprints`, for a transformers model."""
+    return {name: _checksum(p) for name, p in training_parameters(model).items()}
 
 
 def _checksum(parameter: torch.Tensor) -> int:

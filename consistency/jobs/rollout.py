@@ -88,8 +88,14 @@ def _step_config(rollout, step):
     return {}, {"engine": rollout.resolved()}
 
 
+def _operator(rollout, step):
+    from consistency.jobs.operator import handle
+
+    return handle(rollout, step)
+
+
 _HANDLERS = {"generate": _generate, "replay": _replay, "score": _score, "throughput": _throughput, "bind": _bind, "perturb": _perturb,
-             "reload": _reload, "weights": _weights, "trace": _trace, "step_config": _step_config}
+             "reload": _reload, "weights": _weights, "trace": _trace, "operator": _operator, "step_config": _step_config}
 
 
 def main() -> int:

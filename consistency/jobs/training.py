@@ -64,7 +64,13 @@ def _trace(training, step):
     return {**arrays, **recorder.arrays()}, {"sites": recorder.site_list()}
 
 
-_HANDLERS = {"forward": _forward, "bind": _bind, "perturb": _perturb, "reload": _reload, "weights": _weights, "trace": _trace}
+def _operator(training, step):
+    from consistency.jobs.operator import handle
+
+    return handle(training, step)
+
+
+_HANDLERS = {"forward": _forward, "bind": _bind, "perturb": _perturb, "reload": _reload, "weights": _weights, "trace": _trace, "operator": _operator}
 
 
 def main() -> int:

@@ -1,0 +1,168 @@
+"""The `agent` command. Every engine and every tool is imported inside the command that needs it, so that `agent --help` answers at once."""
+
+import errno
+import functools
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agent import __version__
+from agent.errors import AgentError, UserError
+
+app = typer.Typer(
+    name="agent", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Make a rollout engine and a training engine agree on every log-probability, bit for bit, and keep the rollout fast.",
+    epilog="Exit codes: 0 exact and fast enough, 1 finished but not, 2 bad input, 3 budget ended (`agent resume` goes on), 130 stopped by Ctrl-C.")
+
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST}
+
+Model = Annotated[str | None, typer.Option("--model", help="Family, as listed by `agent models`.")]
+ScaleName = Annotated[str | None, typer.Option("--scale", help="tiny, slice or full; default: slice with a GPU, tiny without.")]
+Weights = Annotated[Path | None, typer.Option("--weights", help="Local Hugging Face checkpoint of the family; default: seeded weights.")]
+WorkspacePath = Annotated[Path | None, typer.Option("--workspace", help="Folder of the workspace.")]
+Target = Annotated[float | None, typer.Option("--target-throughput", min=0.0, help="Least rollout throughput, as a share of stock.")]
+Minutes = Annotated[float | None, typer.Option("--minutes", min=0.0, help="Wall clock of this call.")]
+Attempts = Annotated[int | None, typer.Option("--attempts", min=0, help="Attempts that this call may start.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; everything else goes to stderr.")]
+
+
+def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Expected failures become one line and an exit code; anything else is a bug and keeps its traceback."""
+
+    @functools.wraps(command)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            command(*arguments, **options)
+        except AgentError as error:
+            typer.echo(f"agent: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("agent: stopped; every finished step is saved, `agent resume WORKSPACE` goes on", err=True)
+            raise typer.Exit(130) from None
+        except OSError as error:
+            if error.errno not in _STORAGE:
+                raise
+            place = f"{error.filename}: " if error.filename else ""
+            typer.echo(f"agent: cannot write {place}{error.strerror}; make room or choose another folder, finished steps are saved", err=True)
+            raise typer.Exit(UserError.exit_code) from None
+
+    return wrapped
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"agent {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+@one_line_errors
+def run(context: typer.Context, model: Model = None, scale: ScaleName = None, workspace: WorkspacePath = None, weights: Weights = None,
+        target_throughput: Target = None, policy: Annotated[str | None, typer.Option(help="Who picks the next step.")] = None,
+        minutes: Minutes = None, attempts: Attempts = None, as_json: AsJson = False) -> None:
+    """Take a model's mismatch to exactly 0 and write the pull request."""
+    from agent.commands import start
+
+    start(model, scale, workspace, weights, target_throughput, policy, minutes, attempts, as_json, context.obj)
+
+
+@app.command()
+@one_line_errors
+def resume(context: typer.Context, workspace: Annotated[Path, typer.Argument(help="Folder of the workspace.")], minutes: Minutes = None,
+           attempts: Attempts = None, as_json: AsJson = False) -> None:
+    """Go on with a run that was stopped, killed or out of budget."""
+    from agent.commands import go_on
+
+    go_on(workspace, minutes, attempts, as_json, context.obj)
+
+
+@app.command()
+@one_line_errors
+def verify(context: typer.Context, model: Model = None, scale: ScaleName = None, workspace: WorkspacePath = None, weights: Weights = None,
+           contract: Annotated[Path | None, typer.Option(help="contract.toml; default: the workspace's, else stock.")] = None,
+           level: Annotated[str, typer.Option(help="quick or full.")] = "full", target_throughput: Target = None, as_json: AsJson = False) -> None:
+    """Compare the two engines in every condition, with throughput and controls."""
+    from agent.commands import verify_once
+
+    verify_once(model, scale, workspace, weights, contract, level, target_throughput, as_json, context.obj)
+
+
+@app.command()
+@one_line_errors
+def localize(context: typer.Context, model: Model = None, scale: ScaleName = None, workspace: WorkspacePath = None, weights: Weights = None,
+             contract: Annotated[Path | None, typer.Option(help="contract.toml; default: the workspace's, else stock.")] = None,
+             as_json: AsJson = False) -> None:
+    """Name the first operator that differs, per dimension, and why."""
+    from agent.commands import localize_once
+
+    localize_once(model, scale, workspace, weights, contract, as_json, context.obj)
+
+
+@app.command()
+@one_line_errors
+def repro(context: typer.Context, model: Model = None, scale: ScaleName = None, workspace: WorkspacePath = None, weights: Weights = None,
+          contract: Annotated[Path | None, typer.Option(help="contract.toml; default: the workspace's, else stock.")] = None,
+          dimension: Annotated[str | None, typer.Option(help="Whose first divergence; default: the first that localize reports.")] = None,
+          out: Annotated[Path, typer.Option(help="New folder for the repro.")] = Path("repro"), as_json: AsJson = False) -> None:
+    """Cut the first divergence down to a folder that runs alone."""
+    from agent.commands import repro_once
+
+    repro_once(model, scale, workspace, weights, contract, dimension, out, as_json, context.obj)
+
+
+@app.command()
+@one_line_errors
+def patch(workspace: WorkspacePath = None,
+          bind: Annotated[list[str] | None, typer.Option("--set", help="[rollout:|training:]OPERATOR=IMPLEMENTATION; may be repeated.")] = None,
+          file: Annotated[list[str] | None, typer.Option("--file", help="kernels/NAME.py=SOURCE; may be repeated.")] = None,
+          repo: Annotated[Path | None, typer.Option(help="Another repository, which --diff is applied to.")] = None,
+          diff: Annotated[Path | None, typer.Option(help="Unified diff.")] = None,
+          allow: Annotated[list[str] | None, typer.Option(help="Glob that each path of the diff must match; may be repeated.")] = None,
+          message: Annotated[str, typer.Option(help="Commit message.")] = "Patch by hand", as_json: AsJson = False) -> None:
+    """Change the contract, kernels or another repository in a new branch and worktree."""
+    from agent.commands import patch_once
+
+    patch_once(workspace, bind or [], file or [], repo, diff, allow, message, as_json)
+
+
+@app.command()
+@one_line_errors
+def report(workspace: Annotated[Path, typer.Argument(help="Folder of the workspace.")],
+           out: Annotated[Path | None, typer.Option(help="File to write; default: report.html in the workspace.")] = None) -> None:
+    """Write the last run as one self-contained HTML page."""
+    from agent.commands import write_report
+
+    write_report(workspace, out)
+
+
+@app.command()
+@one_line_errors
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine has, what is missing, and how to get it."""
+    from agent.commands import examine
+
+    examine(as_json)
+
+
+@app.command()
+@one_line_errors
+def models(as_json: AsJson = False) -> None:
+    """List families, scales, what each needs, and the recipes there are."""
+    from agent.commands import list_models
+
+    list_models(as_json)
+
+
+def print_json(data: Any) -> None:
+    sys.stdout.write(json.dumps(data, indent=1) + "\n")
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,318 @@
+"""What each command of the CLI does, once its heavy imports are worth it."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agent import checkpoint, doctor, models, report, screen, state
+from agent import config as configs
+from agent.cli import print_json
+from agent.config import Config
+from agent.errors import AgentError, BudgetEnded, UserError
+from agent.loop import Run
+from agent.policies import make_policy
+from agent.state import RunState, jsonable
+from agent.tools.patch_kernel import KERNELS, Binding, PatchRequest, patch_kernel, validate
+from agent.toolset import EngineTools, Tools
+from agent.workspace import Workspace, branch
+from consistency.contract import Contract, ContractError
+from consistency.models.catalog import FAMILIES
+
+
+def start(model: str | None, scale: str | None, path: Path | None, weights: Path | None, target: float | None, policy: str | None,
+          minutes: float | None, attempts: int | None, as_json: bool, tools: Tools | None) -> None:
+    console = Console(stderr=as_json)
+    path = path or Path.cwd() / f"consistency-{model}" if model or path else None
+    if path is None:
+        raise UserError("give --model (see `agent models`) or --workspace with an existing workspace")
+    settings = _settings(path, model, scale, weights, console)
+    if target is not None:
+        settings.target.throughput = target
+    chooser = make_policy(policy or settings.policy)
+    if tools is None:
+        models.require_engines(FAMILIES[settings.model].scales[settings.scale].device)
+    workspace = Workspace.open(path) if (path / configs.FILE).exists() else Workspace.create(path, settings)
+    with workspace.lock():
+        workspace.check_ready()
+        folder = _checkpoint(settings) if tools is None else Path("none")
+        begun = state.begin(
+            workspace, run=state.new_run_id(workspace), checkpoint=str(folder), policy=chooser.name, target=settings.target.throughput,
+            device=FAMILIES[settings.model].scales[settings.scale].device)
+        _carry_on(workspace, begun, minutes, attempts, as_json, tools, console)
+
+
+def go_on(path: Path, minutes: float | None, attempts: int | None, as_json: bool, tools: Tools | None) -> None:
+    console = Console(stderr=as_json)
+    workspace = Workspace.open(path)
+    with workspace.lock():
+        current = state.load_current(workspace)
+        if tools is None and current.outcome is None:
+            models.require_engines(current.device)
+            if not Path(current.checkpoint).is_dir():
+                current.checkpoint = str(_checkpoint(workspace.settings))
+        _carry_on(workspace, current, minutes, attempts, as_json, tools, console)
+
+
+def _carry_on(workspace: Workspace, current: RunState, minutes: float | None, attempts: int | None, as_json: bool, tools: Tools | None,
+              console: Console) -> None:
+    budget = workspace.settings.budget
+    jobs = state.folder(workspace, current.run) / "jobs"
+    tools = tools or EngineTools(current.model, current.scale, Path(current.checkpoint), current.target, jobs)
+    try:
+        with screen.Screen(console) as observer:
+            Run(workspace, current, make_policy(current.policy), tools, observer, minutes=budget.minutes if minutes is None else minutes,
+                attempts=budget.attempts if attempts is None else attempts).go()
+    except BudgetEnded:
+        if as_json:
+            print_json(summary_json(current))
+        raise
+    if as_json:
+        print_json(summary_json(current))
+    else:
+        console.print(screen.summary(current, str(workspace.path)))
+    if current.outcome != "exact":
+        raise typer.Exit(1)
+
+
+def summary_json(current: RunState) -> dict[str, Any]:
+    """The object that `agent run --json` prints."""
+    best, data = current.best, jsonable(current)
+    measured = data["final"] or data["verify"]
+    return {
+        "model": current.model, "scale": current.scale, "run": current.run, "outcome": current.outcome, "why": current.why,
+        "verdict": measured["verdict"] if best else None,
+        "baseline": data["baseline"]["baseline"] if current.baseline else None,
+        "throughput": measured["throughput"] if best else None,
+        "attempts": [{"number": a.number, "branch": a.branch, "change": a.title, "outcome": a.outcome, "reason": a.reason} for a in current.attempts],
+        "branch": current.branch, "pull_request": current.pull_request, "seconds": round(current.seconds, 1),
+    }
+
+
+def verify_once(model: str | None, scale: str | None, path: Path | None, weights: Path | None, contract: Path | None, level: str,
+                target: float | None, as_json: bool, tools: Tools | None) -> None:
+    if level not in ("quick", "full"):
+        raise UserError(f"unknown level {level!r}; known: quick, full")
+    with _tool(model, scale, path, weights, contract, target, as_json, tools) as call:
+        found = call.tools.verify(call.contract, call.kernels, level, call.observer)
+    if as_json:
+        print_json({"model": call.settings.model, **jsonable(found)})
+    else:
+        call.console.print(screen.by_condition(found), screen.verdict_lines(found))
+        call.console.print(Text(f"evidence: {found.evidence}"), soft_wrap=True)
+    if not found.verdict.exact or not (found.fast_enough or found.throughput is None):
+        raise typer.Exit(1)
+
+
+def localize_once(model: str | None, scale: str | None, path: Path | None, weights: Path | None, contract: Path | None, as_json: bool,
+                  tools: Tools | None) -> None:
+    with _tool(model, scale, path, weights, contract, None, as_json, tools) as call:
+        found = call.tools.localize(call.contract, call.kernels, call.observer)
+    if as_json:
+        print_json({"model": call.settings.model, "scale": call.settings.scale, **jsonable(found)})
+    else:
+        for d in found.divergences:
+            moved = f"with {d.substituted_with} in its place the first difference moves to {d.next_site or 'nowhere'}"
+            figures = f"{d.differing} of {d.elements} elements differ, at most by {d.max_abs:.3g} ({d.max_ulps} ulps)"
+            call.console.print(Text.assemble((d.dimension, "bold"), f": {d.operator} at {d.site}, {d.cause}"), soft_wrap=True)
+            call.console.print(Text(f"  {d.cause_detail}; {figures}; {moved if d.confirmed else 'not confirmed'}"), soft_wrap=True)
+        call.console.print(Text(f"equal at every site: {', '.join(found.exact_dimensions) or 'no dimension'}; {found.seconds:.0f} s"))
+    if found.divergences:
+        raise typer.Exit(1)
+
+
+def repro_once(model: str | None, scale: str | None, path: Path | None, weights: Path | None, contract: Path | None, dimension: str | None,
+               out: Path, as_json: bool, tools: Tools | None) -> None:
+    if out.exists():
+        raise UserError(f"{out} exists; name a new folder with --out")
+    with _tool(model, scale, path, weights, contract, None, as_json, tools) as call:
+        found = call.tools.localize(call.contract, call.kernels, call.observer).divergences
+        wanted = [d for d in found if dimension in (None, d.dimension)]
+        if not wanted:
+            named = ", ".join(dict.fromkeys(d.dimension for d in found)) or "no dimension"
+            raise AgentError(f"nothing to reproduce{f' in {dimension}' if dimension else ''}: {named} differs")
+        made = call.tools.repro(wanted[0], out.resolve(), call.observer)
+    if as_json:
+        print_json({"model": call.settings.model, "scale": call.settings.scale, "divergence": jsonable(wanted[0]), **jsonable(made)})
+    else:
+        call.console.print(Text(f"{made.directory}\n  {made.command}\n  {made.expected_line} (exit code {made.exit_code})"), soft_wrap=True)
+    if not made.reproduced:
+        raise typer.Exit(1)
+
+
+def patch_once(path: Path | None, bindings: list[str], files: list[str], repo: Path | None, diff: Path | None, allow: list[str] | None,
+               message: str, as_json: bool) -> None:
+    if repo is not None and (bindings or files):
+        raise UserError("--repo takes a --diff; --set and --file are for a workspace")
+    if repo is not None and not allow:
+        raise UserError("--repo needs at least one --allow GLOB: the paths that the diff may touch")
+    if repo is None and path is None:
+        raise UserError("give --workspace, or --repo with --diff and --allow")
+    top = (repo or path or Path()).resolve()
+    sources = dict(_pair(text, "--file", "kernels/NAME.py=SOURCE") for text in files)
+    request = {
+        "bindings": [_binding(text) for text in bindings],
+        "files": {name: _read(Path(source)) for name, source in sources.items()},
+        "diff": _read(diff) if diff else None,
+        **({"allow": allow} if allow else {}),
+    }
+    workspace = Workspace.open(top) if repo is None else Workspace.foreign(top)
+    with workspace.lock():
+        workspace.check_ready()
+        number = 1
+        while workspace.has_branch(branch("manual", f"attempt-{number}")):
+            number += 1
+        name = f"attempt-{number}"
+        tree = workspace.add_tree("manual", name, workspace.head(workspace.path))
+        try:
+            done = patch_kernel(PatchRequest(worktree=tree, **request))
+            commit = workspace.commit(tree, message, {"Assisted-by": "agent patch"})
+        except BaseException:
+            workspace.forget("manual", name)
+            raise
+    result = {"branch": branch("manual", name), "commit": commit, "worktree": str(tree), **jsonable(done)}
+    if as_json:
+        print_json(result)
+    else:
+        Console().print(Text(f"branch {result['branch']} at {commit[:12]}, in {tree}\nchanged: {', '.join(done.changed)}"), soft_wrap=True)
+
+
+def write_report(path: Path, out: Path | None) -> None:
+    workspace = Workspace.open(path)
+    target = out or workspace.path / "report.html"
+    target.write_text(report.render(state.load_current(workspace)), encoding="utf-8")
+    Console().print(Text(str(target)), soft_wrap=True)
+
+
+def examine(as_json: bool) -> None:
+    checks = doctor.examine()
+    fine = all(check.ok for check in checks)
+    if as_json:
+        print_json({"ok": fine, "checks": [jsonable(check) for check in checks]})
+    else:
+        table = Table("", "", "found", "what to do", box=None, pad_edge=False, header_style="dim")
+        for check in checks:
+            table.add_row(Text("ok" if check.ok else "no", style="green" if check.ok else "red"), check.name, Text(check.found), Text(check.remedy))
+        Console().print(table)
+    if not fine:
+        raise typer.Exit(1)
+
+
+def list_models(as_json: bool) -> None:
+    if as_json:
+        print_json([{
+            **dataclasses.asdict(family), "scales": [dataclasses.asdict(scale) for scale in family.scales.values()],
+            "recipes": [recipe.stem for recipe in models.recipes(family.name)]} for family in FAMILIES.values()])
+        return
+    table = Table("model", "scale", "needs", "layers", "notes", "recipes", box=None, pad_edge=False, header_style="dim")
+    for family in FAMILIES.values():
+        for number, scale in enumerate(family.scales.values()):
+            recipes = ", ".join(recipe.stem for recipe in models.recipes(family.name)) or "–"
+            name = Text(family.name if not number else "", style="bold")
+            table.add_row(name, scale.name, f"{scale.device}, {scale.memory_gib:g} GiB", scale.layers, scale.note, recipes if not number else "")
+        for feature, reason in family.cannot.items():
+            table.add_row("", "", "", "", Text(f"without {feature}: {reason}", style="dim"), "")
+    Console().print(table)
+
+
+class _Call:
+    """What a tool run alone works on."""
+
+    def __init__(self, settings: Config, tools: Tools, contract: Contract, kernels: Path, console: Console):
+        self.settings, self.tools, self.contract, self.kernels, self.console = settings, tools, contract, kernels, console
+
+    def observer(self, event: Any) -> None:
+        """One tool alone shows no panel; its events are for `agent run`."""
+
+
+@contextlib.contextmanager
+def _tool(model: str | None, scale: str | None, path: Path | None, weights: Path | None, contract: Path | None, target: float | None,
+          as_json: bool, tools: Tools | None) -> Iterator[_Call]:
+    console = Console(stderr=as_json)
+    with contextlib.ExitStack() as stack:
+        workspace = None
+        if path is not None:
+            workspace = Workspace.open(path)
+            stack.enter_context(workspace.lock())
+        elif model is None:
+            raise UserError("give --model (see `agent models`) or --workspace")
+        settings = _settings(workspace.path if workspace else None, model, scale, weights, console)
+        if contract is None and workspace:
+            contract = workspace.path / "contract.toml"
+        top = workspace.path if workspace else contract.parent if contract else Path.cwd()
+        bound = _load_contract(contract, top)
+        if tools is None:
+            models.require_engines(FAMILIES[settings.model].scales[settings.scale].device)
+            if workspace:
+                jobs = workspace.private / "tools" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+            else:
+                jobs = Path(tempfile.mkdtemp(prefix="agent-"))
+            goal = settings.target.throughput if target is None else target
+            tools = EngineTools(settings.model, settings.scale, _checkpoint(settings), goal, jobs)
+        yield _Call(settings, tools, bound, top / KERNELS, console)
+
+
+def _settings(path: Path | None, model: str | None, scale: str | None, weights: Path | None, console: Console) -> Config:
+    """Those of the workspace, which must not contradict the command line, or new ones."""
+    if path and (path / configs.FILE).exists():
+        settings = Config.load(path / configs.FILE)
+        asked = {"model": model, "scale": scale, "weights": str(weights.resolve()) if weights else None}
+        for name, value in asked.items():
+            if value is not None and value != getattr(settings, name):
+                raise UserError(f"{path} is a workspace for {name} {getattr(settings, name)}, not {value}; name another folder with --workspace")
+        models.resolve(settings.model, settings.scale, models.gpu_present())
+        return settings
+    if model is None:
+        raise UserError(f"{path or 'this'} is not a workspace yet; give --model (see `agent models`)")
+    family, chosen, note = models.resolve(model, scale, models.gpu_present())
+    if weights is not None:
+        checkpoint.check(weights, family)
+    console.print(Text(note), soft_wrap=True)
+    return Config(model=model, scale=chosen.name, weights=str(weights.resolve()) if weights else None)
+
+
+def _checkpoint(settings: Config) -> Path:
+    if settings.weights:
+        return checkpoint.check(Path(settings.weights), FAMILIES[settings.model])
+    return checkpoint.seeded(settings.model, settings.scale)
+
+
+def _load_contract(path: Path | None, top: Path) -> Contract:
+    try:
+        contract = Contract.load(path) if path else Contract()
+        validate(contract, top)
+    except ContractError as error:
+        raise UserError(str(error)) from None
+    return contract
+
+
+def _binding(text: str) -> Binding:
+    operator, implementation = _pair(text, "--set", "[rollout:|training:]OPERATOR=IMPLEMENTATION")
+    side, colon, name = operator.partition(":")
+    if not colon:
+        return Binding(operator=operator, implementation=implementation)
+    if side not in ("rollout", "training"):
+        raise UserError(f"--set {text}: unknown side {side!r}; known: rollout, training")
+    return Binding(operator=name, implementation=implementation, side="rollout" if side == "rollout" else "training")
+
+
+def _pair(text: str, option: str, form: str) -> tuple[str, str]:
+    left, equals, right = text.partition("=")
+    if not (left and equals and right):
+        raise UserError(f"{option} {text}: expected {form}")
+    return left, right
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,61 @@
+"""Which model, which scale, and whether this machine has what they need; answered without importing an engine."""
+
+import difflib
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from agent.errors import UserError
+from consistency.models.catalog import FAMILIES, Family, Scale
+
+PACKAGE = "train-inference-consistency"
+RECIPES = Path(__file__).resolve().parents[1] / "skills" / "train-inference-consistency" / "recipes"
+
+
+def resolve(model: str, scale: str | None, gpu: bool) -> tuple[Family, Scale, str]:
+    """Family, scale and a sentence on how the scale was chosen. Raises UserError with suggestions."""
+    if model not in FAMILIES:
+        raise UserError(f"unknown model {model!r}{_suggest(model, FAMILIES)}")
+    family = FAMILIES[model]
+    if scale is not None:
+        if scale not in family.scales:
+            raise UserError(f"{model} has no scale {scale!r}{_suggest(scale, family.scales)}")
+        chosen = family.scales[scale]
+        if chosen.device == "cuda" and not gpu:
+            raise UserError(f"scale {scale} of {model} needs a GPU and this machine shows none; scale tiny runs on a CPU")
+        return family, chosen, f"scale {scale}, as asked"
+    wanted = "slice" if gpu and "slice" in family.scales else "tiny"
+    found = "a GPU is present" if gpu else "no GPU here"
+    return family, family.scales[wanted], f"{found}: scale {wanted} ({family.scales[wanted].layers}; {family.scales[wanted].note})"
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word.lower(), list(known), n=2, cutoff=0.4)
+    return (f"; did you mean {' or '.join(close)}?" if close else "") + f" (known: {', '.join(known)})"
+
+
+def gpu_present() -> bool:
+    """Whether NVIDIA's driver lists a device."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return False
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and "GPU" in listed.stdout
+
+
+def require_engines(device: str, find: Callable[[str], object | None] = importlib.util.find_spec) -> None:
+    """Raises UserError that names the extra to install if an engine's package is absent."""
+    missing = [name for name in ("torch", "vllm", "transformers") if find(name) is None]
+    if missing:
+        extra = "gpu" if device == "cuda" else "cpu"
+        raise UserError(f"{', '.join(missing)} not installed, which the engines need: pip install '{PACKAGE}[{extra}]'")
+
+
+def recipes(family: str) -> list[Path]:
+    """Contracts shipped as exact for a family."""
+    return sorted(RECIPES.glob(f"{family}*.toml"))

@@ -1,0 +1,148 @@
+"""Both engines of a family, kept running while contracts, weights and schedules change; every trace is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from agent.session import Answer, Engine, Job, Session
+from agent.tools.traces import Run, Trace
+from consistency.contract import SIDES, Contract
+from consistency.models.catalog import FAMILIES
+from sandboxes import Sandbox
+
+ENGINES: tuple[Engine, Engine] = ("rollout", "training")
+DUMP_BYTES = 1 << 28
+"""Whole rows are kept at every site of a trace while they stay below this; above, at the sites that a divergence needs."""
+
+
+class EnginePair:
+    """A rollout and a training job, started together. A context manager that ends both."""
+
+    def __init__(self, family: str, checkpoint: Path, kernels: Path | None, contract: Contract, directory: Path, sandbox: Sandbox | None = None) -> None:
+        """Starts the processes and returns at once. `directory` is new or empty. Raises JobFailed if a process cannot be started."""
+        self.family, self.checkpoint, self.directory = family, checkpoint, directory
+        self.requests: list[dict[str, Any]] = []
+        self.lengths: list[int] = []
+        self.other_weights: Path | None = None
+        """checkpoint that stands for a weight update"""
+        self._bound: dict[Engine, tuple] = {engine: _binding(contract, engine) for engine in ENGINES}
+        self._weights = dict.fromkeys(ENGINES, "loaded")
+        self._epoch = dict.fromkeys(ENGINES, 0)
+        self._traces: dict[tuple, Trace] = {}
+        self._dump: dict[Engine, list[str]] = {"rollout": [], "training": []}
+        self._stack = ExitStack()
+        self.sessions: dict[Engine, Session] = {}
+        for engine in ENGINES:
+            settings: dict[str, Any] = {"threads": 1}
+            if engine == "rollout":
+                settings |= {"plugin": True, "enable_prefix_caching": "prefix_cache" not in FAMILIES[family].cannot}
+            job = Job(engine, family, checkpoint, contract, kernels, settings)
+            self.sessions[engine] = self._stack.enter_context(Session(job, directory / "jobs" / engine, sandbox=sandbox))
+
+    def __enter__(self) -> EnginePair:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def wait(self, on_wait: Callable[[], None] | None = None) -> None:
+        """Until both engines are up. Raises JobFailed."""
+        for session in self.sessions.values():
+            if not session.started:
+                session.wait(session.start, on_wait)
+
+    def sample(self, contract: Contract, prompts: Sequence[list[int]], tokens: int, seed: int) -> None:
+        """Fixes the requests that all traces are made of; done once per pair of engines."""
+        if self.requests:
+            return
+        self.bind(contract)
+        answer = self.ask("rollout", {"kind": "generate", "requests": [{"prompt": p} for p in prompts], "max_tokens": tokens, "seed": seed,
+                                      "temperature": 1.0})
+        mine = answer.arrays["request"]
+        self.requests = [{"prompt": prompt, "tokens": answer.arrays["token"][mine == i].tolist()} for i, prompt in enumerate(prompts)]
+        self.lengths = [len(r["prompt"]) + len(r["tokens"]) for r in self.requests]
+        short = self.requests[int(np.argmin(self.lengths))]
+        for engine in ENGINES:
+            sites = self.ask(engine, {"kind": "trace", "requests": [short]}).data["sites"]
+            keys = [site["key"] for site in sites]
+            arrays = self.ask(engine, {"kind": "trace", "requests": [short], "dump": keys}).arrays
+            row = sum(array.nbytes / len(array) for name, array in arrays.items() if name.startswith("dump/"))
+            self._dump[engine] = keys if row * sum(self.lengths) < DUMP_BYTES else []
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def ask(self, engine: Engine, step: dict[str, Any]) -> Answer:
+        return self.sessions[engine].run(step)
+
+    def both(self, step: dict[str, Any]) -> dict[Engine, Answer]:
+        """The same step on both, at the same time."""
+        tickets = {engine: self.sessions[engine].submit(step) for engine in ENGINES}
+        return {engine: self.sessions[engine].wait(ticket) for engine, ticket in tickets.items()}
+
+    def bind(self, contract: Contract) -> None:
+        for engine in ENGINES:
+            if self._bound[engine] != _binding(contract, engine):
+                self.ask(engine, {"kind": "bind", "contract": contract.as_dict()})
+                self._bound[engine] = _binding(contract, engine)
+
+    def fetch(self, wanted: Sequence[tuple[Run, Contract]], dump: Sequence[str] = ()) -> None:
+        """Makes the traces that are not there yet, on both engines at the same time. All must be for the weights the engines hold now."""
+        tickets = []
+        for run, contract in dict.fromkeys((run, _Hashable(contract)) for run, contract in wanted):
+            key = self._key(run, contract.contract)
+            if key in self._traces and not set(dump) - set(self._traces[key].dumps):
+                continue
+            session, binding = self.sessions[run.engine], _binding(contract.contract, run.engine)
+            if self._bound[run.engine] != binding:
+                tickets.append((session, session.submit({"kind": "bind", "contract": contract.contract.as_dict()}), None, run))
+                self._bound[run.engine] = binding
+            tickets.append((session, session.submit(run.step(self.requests, list(dump) or self._dump[run.engine])), key, run))
+        for session, ticket, key, run in tickets:
+            answer = session.wait(ticket)
+            if key is not None:
+                self._traces[key] = Trace(run, answer, self.lengths)
+
+    def trace(self, run: Run, contract: Contract) -> Trace:
+        """A trace that was fetched."""
+        return self._traces[self._key(run, contract)]
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def fingerprints(self) -> dict[Engine, dict[str, int]]:
+        return {engine: answer.data["weights"] for engine, answer in self.both({"kind": "weights"}).items()}
+
+    def write_weights(self, engine: Engine, checkpoint: Path | None) -> None:
+        """Writes a checkpoint, by default the one the engines were started with, over the running weights; earlier traces no longer hold."""
+        self.ask(engine, {"kind": "reload", "checkpoint": None if checkpoint is None else str(checkpoint.resolve())})
+        self.forget(engine)
+
+    def forget(self, engine: Engine) -> None:
+        """Traces made so far are not those of the weights that the engine holds now."""
+        self._epoch[engine] += 1
+
+    def _key(self, run: Run, contract: Contract) -> tuple:
+        return run, _binding(contract, run.engine), self._epoch[run.engine]
+
+
+class _Hashable:
+    """A contract as part of a key; contracts hold dicts."""
+
+    def __init__(self, contract: Contract) -> None:
+        self.contract = contract
+        self.parts = tuple(_binding(contract, engine) for engine in SIDES)
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashable) and self.parts == other.parts
+
+
+def _binding(contract: Contract, engine: str) -> tuple:
+    return tuple(sorted(getattr(contract, engine).items()))
