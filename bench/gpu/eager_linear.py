@@ -1,6 +1,7 @@
 """Host time of one eager linear call: torch as it is, torch with a starved workspace, and the kept plan.
 
-`python -m bench.gpu.eager_linear --out FILE`. The starved variables must be set before the first product of a process, so each variant runs in its own.
+`python -m bench.gpu.eager_linear --out FILE`. The starved variables must be set before the first product of a process, so each variant
+runs in its own.
 """
 
 import argparse

@@ -18,7 +18,8 @@ from bench.gpu.measure import write_results
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-    "max_position_embeddings": 8192, "tie_word_embeddings": True, "attention_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True, "attention_bias": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 1, "eos_token_id": 2,
 }
 NEMOTRON = {
     "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688, "vocab_size": 131072, "num_attention_heads": 32,
@@ -32,7 +33,8 @@ NEMOTRON = {
 
 def qwen3_weights(config: dict, normal) -> dict[str, torch.Tensor]:
     """Parameters by checkpoint name."""
-    hidden, heads, kv, dim, inner = (config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"))
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    hidden, heads, kv, dim, inner = (config[name] for name in names)
     ones = lambda *shape: torch.ones(shape, dtype=torch.bfloat16)  # noqa: E731
     weights = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, scale=0.06), "model.norm.weight": ones(hidden)}
     for layer in range(config["num_hidden_layers"]):
@@ -84,6 +86,8 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/results/engine-start.json"))
     options = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # FlashInfer compiles its sampling kernels at the first start with graphs, which takes minutes where no cache is installed
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     row: dict[str, object] = {"model": options.model, "mode": "graphs" if options.graphs else "eager"}
     started = time.perf_counter()
 
@@ -100,11 +104,16 @@ def main() -> None:
     try:
         from safetensors.torch import save_file
 
-        config = {**QWEN3, "num_hidden_layers": 4} if options.model == "qwen3" else {**NEMOTRON, "hybrid_override_pattern": "M*EM", "num_hidden_layers": 4}
+        if options.model == "qwen3":
+            config = {**QWEN3, "num_hidden_layers": 4}
+            weights = qwen3_weights(config, normal)
+        else:
+            config = {**NEMOTRON, "hybrid_override_pattern": "M*EM", "num_hidden_layers": 4}
+            weights = nemotron_weights(config, normal)
         # shared memory, not the disk: the checkpoint is read once
         with tempfile.TemporaryDirectory(dir="/dev/shm" if pathlib.Path("/dev/shm").is_dir() else None) as folder:
             (pathlib.Path(folder) / "config.json").write_text(json.dumps(config))
-            save_file((qwen3_weights if options.model == "qwen3" else nemotron_weights)(config, normal), f"{folder}/model.safetensors", {"format": "pt"})
+            save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
             torch.cuda.empty_cache()
             step("weights")
             import vllm

@@ -57,8 +57,20 @@ def write_results(path: pathlib.Path, rows: list[dict]) -> None:
     module = sys.modules["__main__"].__spec__
     command = f"python -m {module.name}" if module else f"python {pathlib.Path(sys.argv[0]).name}"
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    result = {"command": shlex.join([*shlex.split(command), *_without_out(sys.argv[1:])]), "date": date, **environment(), "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": shlex.join([*shlex.split(command), *sys.argv[1:]]), "date": date, **environment(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _without_out(arguments: list[str]) -> list[str]:
+    """The arguments without `--out FILE`: where a result was first stored says nothing about it."""
+    keep = [True] * len(arguments)
+    for index, argument in enumerate(arguments):
+        if argument == "--out":
+            keep[index : index + 2] = [False] * len(keep[index : index + 2])
+        elif argument.startswith("--out="):
+            keep[index] = False
+    return [a for a, k in zip(arguments, keep, strict=True) if k]
 
 
 def cold_copies(arguments: tuple) -> list[tuple]:

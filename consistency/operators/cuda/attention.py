@@ -10,6 +10,8 @@ the segments of a row are merged in ascending order in fp32. A row that sees one
 contract or the other for all its calls.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -251,8 +253,10 @@ def _case(heads: int, kv_heads: int, families: tuple[str, ...], context: int, de
 
     long = context > 4096
     shape = f"{heads}/{kv_heads} context {context}" + (f", segments of {segment}" if segment else "")
-    return Case("attention", shape, families, inputs, exact, reference, stock,
-                phases=(lambda: _segmented_phases(heads, kv_heads)) if segment else None if long else phases, gradients=None if long else gradients, most_rows=max(decode), decode=decode, prefill=())
+    plain = None if long else phases
+    checks = functools.partial(_segmented_phases, heads, kv_heads) if segment else plain
+    return Case("attention", shape, families, inputs, exact, reference, stock, phases=checks, gradients=None if long else gradients,
+                most_rows=max(decode), decode=decode, prefill=())
 
 
 CASES = [

@@ -12,6 +12,9 @@ from consistency.operators.cuda.case import Case, Inputs, check_gradients, norma
 from consistency.operators.cuda.checks import assert_rows, assert_vector
 from consistency.operators.cuda.rms_norm import BACKWARD_PROGRAMS, warps_for
 
+GROUPS_TOGETHER = 2
+"""Groups that one program normalises: enough programs for a small batch, enough work for a large one."""
+
 
 def gated_rms_norm_reference(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     """Plain torch in the dtype of `x` (fp64 for a reference)."""
@@ -20,9 +23,10 @@ def gated_rms_norm_reference(x: torch.Tensor, gate: torch.Tensor, weight: torch.
 
 
 @triton.jit
-def _gated_rms_norm_kernel(x_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, eps, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+def _gated_rms_norm_kernel(x_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, eps, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+                           TOGETHER: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tile = (tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER))[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     x = tl.load(x_ptr + row * GROUPS * WIDTH + tile).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + tile).to(tl.float32)
     weight = tl.load(weight_ptr + tile).to(tl.float32)
@@ -68,7 +72,9 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, gr
     assert x.is_contiguous() and gate.shape == x.shape
     out = torch.empty_like(x)
     if rows:
-        _gated_rms_norm_kernel[(rows,)](x, gate, weight, out, gate.stride(0), eps, groups, width // groups, num_warps=warps_for(width))
+        together = min(GROUPS_TOGETHER, groups)
+        _gated_rms_norm_kernel[(rows, groups // together)](
+            x, gate, weight, out, gate.stride(0), eps, groups, width // groups, together, num_warps=warps_for(width // groups * together))
     return out
 
 

@@ -30,7 +30,8 @@ _ALGORITHM_SPLIT_K = 2
 CANDIDATES = 12
 """Answers asked of the heuristic."""
 COLD_BYTES = 192 << 20
-TUNE_CALLS = 15
+TUNE_CALLS = 36
+TUNE_REPEATS = 7
 
 
 class _Heuristic(ctypes.Structure):
@@ -114,7 +115,8 @@ class _Plan:
 
     def __call__(self, weight: int, x: int, out: int, stream: int) -> None:
         weight_layout, x_layout, beta, out_layout = self._between
-        status = self._matmul(*self._before, weight, weight_layout, x, x_layout, beta, out, out_layout, out, out_layout, self._algorithm, None, 0, stream)
+        status = self._matmul(*self._before, weight, weight_layout, x, x_layout, beta, out, out_layout, out, out_layout,
+                              self._algorithm, None, 0, stream)
         if status:
             _check(status, "cublasLtMatmul")
 
@@ -157,14 +159,21 @@ def tune(x: torch.Tensor, weight: torch.Tensor, fp32_out: bool = False) -> int:
     plan = plan_for(x, weight, out.dtype)
     # weights come from memory in a model, not from the cache of the call before
     weights = [weight] + [weight.clone() for _ in range(min(8, COLD_BYTES // (weight.numel() * weight.element_size())))]
-    stream, times = torch.cuda.current_stream(x.device), []
+    times = []
     for candidate in range(len(plan.algorithms)):
         plan.choose(candidate)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(TUNE_CALLS + 1)]
-        for call, event in enumerate(events):
-            plan(weights[call % len(weights)].data_ptr(), x.data_ptr(), out.data_ptr(), stream.cuda_stream)
-            event.record(stream)
-        stream.synchronize()
+        # in a graph, as the engine runs it: launched one by one, small products measure the host
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in range(TUNE_CALLS):
+                plan(weights[call % len(weights)].data_ptr(), x.data_ptr(), out.data_ptr(), torch.cuda.current_stream(x.device).cuda_stream)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(TUNE_REPEATS + 1)]
+        graph.replay()
+        for index, event in enumerate(events):
+            event.record()
+            if index < TUNE_REPEATS:
+                graph.replay()
+        torch.cuda.synchronize(x.device)
         times.append(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)))
     # the heuristic's own order decides unless the gain is clear
     best = min(range(len(times)), key=times.__getitem__)

@@ -68,7 +68,8 @@ def token_log_softmax_op(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[to
     partial = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
     if rows:
         _block_kernel[(blocks, rows)](logits, partial[0], partial[1], logits.stride(0), vocabulary, blocks, BLOCK, num_warps=WARPS)
-        _merge_kernel[(rows,)](logits, tokens, partial[0], partial[1], out, lse, logits.stride(0), blocks, triton.next_power_of_2(blocks), num_warps=1)
+        _merge_kernel[(rows,)](
+            logits, tokens, partial[0], partial[1], out, lse, logits.stride(0), blocks, triton.next_power_of_2(blocks), num_warps=1)
     return out, lse
 
 

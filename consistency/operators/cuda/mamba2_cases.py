@@ -138,8 +138,7 @@ def _engine_scan(tokens: list[tuple[torch.Tensor, ...]], A: torch.Tensor, D: tor
 
     def ordered(dt, A, chunk_size, cu_chunk_seqlens, dt_bias=None, **_):
         table = _table(dt.shape[0], dt.device)
-        step, cs = (torch.empty(table.starts.shape[0], HEADS, CHUNK, device=dt.device) for _ in range(2))
-        scan._cumsum_kernel[(table.starts.shape[0], 2)](dt, A, dt_bias, table.starts, table.lengths, step, cs, dt.stride(0), HEADS, CHUNK, 32, num_warps=1)
+        step, cs = scan.cumulative_sums(dt, A, dt_bias, table)
         return cs.transpose(0, 1), step.transpose(0, 1)
 
     before = ssd_combined._chunk_cumsum_fwd
@@ -195,8 +194,7 @@ def _decode_case(rounded_copy: bool) -> Case:
 
     def configured(block: int, warps: int):
         def call(*args):
-            settings = decode_step.DECODE_FEW if args[0].shape[0] <= decode_step.FEW_REQUESTS else decode_step.DECODE_MANY
-            return with_settings(settings, {"BLOCK_K": block, "num_warps": warps}, exact, *args)
+            return with_settings(decode_step.DECODE_ROW, {"BLOCK_K": block, "num_warps": warps}, exact, *args)
 
         return call
 

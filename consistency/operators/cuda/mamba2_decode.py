@@ -1,8 +1,8 @@
 """One decode step of the Mamba2 scan, with the bits of the scan's own row, and prefill from and into the decode cache.
 
-Contract: that of `mamba2_scan`. Decode keeps, for each slot, the state at the last chunk boundary and the x, B, dt and cs of the open chunk. It reads the state (a bf16 copy of
-it, when the cache holds one: the rounding is the scan's own) and never writes it, except once in a chunk; a recurrent update
-reads and writes it in fp32 at every step.
+Contract: that of `mamba2_scan`. Decode keeps, for each slot, the state at the last chunk boundary and the x, B, dt and cs of the open chunk.
+It reads the state (a bf16 copy of it, when the cache holds one: the rounding is the scan's own) and writes it only when a chunk fills; a
+recurrent update reads and writes it in fp32 at every step.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,8 @@ import triton.language as tl
 from consistency.operators.cuda.mamba2_scan import CHUNK, ChunkTable, assert_inputs, exp_base2, scan_with_state, softplus
 
 DECODE_APPEND = {"BLOCK_K": 64, "num_warps": 4}
-DECODE_FEW = {"BLOCK_K": 128, "num_warps": 4}
-DECODE_MANY = {"BLOCK_K": 128, "num_warps": 4}
-FEW_REQUESTS = 16
-"""Requests up to which latency, not memory, decides the decode step. Free to change: settings do not change bits."""
+DECODE_ROW = {"BLOCK_K": 128, "num_warps": 4}
+"""Free to change: settings do not change bits. A block of the whole chunk is loaded before the wait for the first kernel, a smaller one after."""
 OVERLAP = True
 """Programmatic dependent launch of the decode step's second kernel: it starts while the first still runs and reads the state, the buffers and the
 inputs, which the first does not write where the second reads. It waits before it reads cb. The first kernel is launched plainly, so that
@@ -203,7 +201,7 @@ def mamba2_decode(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.T
     _append_kernel[(groups, CHUNK // s["BLOCK_K"], requests)](
         x, dt, B, C, A, dt_bias, positions, slots, x_buffer, B_buffer, dt_buffer, cs_buffer, cb,
         x.stride(0), dt.stride(0), B.stride(0), C.stride(0), null_slot, *widths, s["BLOCK_K"], OVERLAP, num_warps=s["num_warps"])
-    s = DECODE_FEW if requests <= FEW_REQUESTS else DECODE_MANY
+    s = DECODE_ROW
     _row_kernel[(heads, requests)](
         x, dt, C, A, D, dt_bias, positions, slots, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer, cb, y,
         x.stride(0), dt.stride(0), C.stride(0), null_slot, *widths, s["BLOCK_K"], rounded.data_ptr() != state.data_ptr(), OVERLAP,

@@ -167,7 +167,7 @@ def _state_passing_kernel(states_ptr, cs_ptr, lengths_ptr, sequences_ptr, initia
     sequence, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     first, end = tl.load(sequences_ptr + sequence), tl.load(sequences_ptr + sequence + 1)
     where = (sequence * HEADS + head) * DIM + offsets
-    if HAS_INITIAL:
+    if HAS_INITIAL:  # noqa: SIM108
         state = tl.load(initial_ptr + where)
     else:
         state = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -242,6 +242,16 @@ def assert_inputs(x, dt, A, B, C, D, dt_bias) -> None:
         assert triton.next_power_of_2(width) == width, f"width {width} is not a power of two"
 
 
+def cumulative_sums(dt: torch.Tensor, A: torch.Tensor, dt_bias: torch.Tensor, table: ChunkTable) -> tuple[torch.Tensor, torch.Tensor]:
+    """softplus(dt + dt_bias), and the cumulative sum of its product with A inside each chunk: both fp32 [chunks, heads, 128]."""
+    chunks, heads = table.starts.shape[0], dt.shape[1]
+    step, cs = (torch.empty(chunks, heads, CHUNK, dtype=torch.float32, device=dt.device) for _ in range(2))
+    block = min(heads, 32)
+    _cumsum_kernel[(chunks, heads // block)](
+        dt, A, dt_bias, table.starts, table.lengths, step, cs, dt.stride(0), heads, CHUNK, block, num_warps=1)
+    return step, cs
+
+
 def scan_with_state(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor,
                     table: ChunkTable, initial: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The scan, with what decode needs to go on.
@@ -252,20 +262,20 @@ def scan_with_state(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch
     assert_inputs(x, dt, A, B, C, D, dt_bias)
     (tokens, heads, p), (groups, n), chunks, sequences = x.shape, B.shape[1:], table.starts.shape[0], table.sequences.shape[0] - 1
     new, ratio = (lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)), heads // groups
-    step, cs = new(chunks, heads, CHUNK), new(chunks, heads, CHUNK)
     states, entering = new(chunks, heads, p, n), new(chunks, heads, p, n, dtype=x.dtype)
     boundary, cb, y = new(sequences, heads, p, n), new(chunks, groups, CHUNK, CHUNK), new(tokens, heads, p, dtype=x.dtype)
     if initial is not None:
         assert initial.shape == boundary.shape and initial.dtype == torch.float32 and initial.is_contiguous()
     if not chunks:
-        return y, boundary.zero_() if initial is None else initial.clone(), cs
-    _cumsum_kernel[(chunks, heads // min(heads, 32))](dt, A, dt_bias, table.starts, table.lengths, step, cs, dt.stride(0), heads, CHUNK, min(heads, 32), num_warps=1)
+        return y, boundary.zero_() if initial is None else initial.clone(), new(0, heads, CHUNK)
+    step, cs = cumulative_sums(dt, A, dt_bias, table)
     s = CHUNK_STATE
     _chunk_state_kernel[(p // min(p, s["BLOCK_P"]) * (n // min(n, s["BLOCK_N"])), chunks, heads)](
         x, B, step, cs, table.starts, table.lengths, states, x.stride(0), B.stride(0), heads, p, n, ratio, CHUNK,
         min(p, s["BLOCK_P"]), min(n, s["BLOCK_N"]), s["BLOCK_K"], num_warps=s["num_warps"], num_stages=s["num_stages"])
-    _state_passing_kernel[(triton.cdiv(p * n, 512), sequences, heads)](
-        states, cs, table.lengths, table.sequences, initial, entering, boundary, heads, p * n, CHUNK, initial is not None, 512)
+    block = min(512, p * n)
+    _state_passing_kernel[(p * n // block, sequences, heads)](
+        states, cs, table.lengths, table.sequences, initial, entering, boundary, heads, p * n, CHUNK, initial is not None, block)
     s = CHUNK_CB
     _chunk_cb_kernel[((CHUNK // s["BLOCK_M"]) * (CHUNK // s["BLOCK_N"]), chunks, groups)](
         C, B, table.starts, table.lengths, cb, C.stride(0), B.stride(0), groups, n, CHUNK, s["BLOCK_M"], s["BLOCK_N"], min(n, s["BLOCK_K"]),

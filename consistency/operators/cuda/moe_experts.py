@@ -186,7 +186,7 @@ def _(x, w1, w2, weights, ids, gated):
 
 
 def _setup(ctx, inputs, output):
-    x, w1, w2, weights, ids, ctx.gated = inputs
+    x, w1, w2, weights, _, ctx.gated = inputs
     ctx.save_for_backward(x, w1, w2, weights, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 

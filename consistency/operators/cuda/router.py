@@ -20,7 +20,6 @@ FEW_ROWS = 2048
 FEW = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
 SOME = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 MANY = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
-SELECT_WARPS = 1
 
 
 def router_reference(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, top_k: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +42,8 @@ def _segment_kernel(x_ptr, gate_ptr, out_ptr, rows, x_stride, K: tl.constexpr, E
         x = tl.load(x_ptr + m[:, None].to(tl.int64) * x_stride + k[None, :], mask=(m[:, None] < rows) & (k[None, :] < K), other=0.0)
         gate = tl.load(gate_ptr + n[None, :] * K + k[:, None], mask=(k[:, None] < K) & (n[None, :] < EXPERTS), other=0.0)
         accumulator = tl.dot(x, gate, accumulator)
-    tl.store(out_ptr + (segment.to(tl.int64) * rows + m[:, None]) * EXPERTS + n[None, :], accumulator, mask=(m[:, None] < rows) & (n[None, :] < EXPERTS))
+    tl.store(out_ptr + (segment.to(tl.int64) * rows + m[:, None]) * EXPERTS + n[None, :], accumulator,
+             mask=(m[:, None] < rows) & (n[None, :] < EXPERTS))
 
 
 @triton.jit
@@ -118,7 +118,8 @@ def _route(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, top_k: int, 
     ids = torch.empty(rows, top_k, dtype=torch.int32, device=x.device)
     if rows:
         parts = _parts(x, gate, few)
-        _select_kernel[(rows,)](parts, bias, weights, ids, rows, scale, parts.shape[0], experts, top_k, triton.next_power_of_2(top_k), num_warps=SELECT_WARPS)
+        _select_kernel[(rows,)](
+            parts, bias, weights, ids, rows, scale, parts.shape[0], experts, top_k, triton.next_power_of_2(top_k), num_warps=1)
     return weights, ids
 
 
