@@ -13,7 +13,7 @@ install: $(STAMP)
 $(STAMP): requirements/cpu.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; set PYTHON=/path/to/python3.11"; exit 2; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --no-deps -r requirements/cpu.txt
+	$(PIP) install --quiet --no-compile --no-deps -r requirements/cpu.txt
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -22,7 +22,7 @@ from agent.loop import Run
 from agent.policies import make_policy
 from agent.state import RunState, jsonable
 from agent.tools.patch_kernel import KERNELS, Binding, PatchRequest, patch_kernel, validate
-from agent.toolset import EngineTools, Tools
+from agent.toolset import EngineTools, Tools, make_repros
 from agent.workspace import Workspace, branch
 from consistency.contract import Contract, ContractError
 from consistency.models.catalog import FAMILIES
@@ -139,7 +139,7 @@ def repro_once(model: str | None, scale: str | None, path: Path | None, weights:
         if not wanted:
             named = ", ".join(dict.fromkeys(d.dimension for d in found)) or "no dimension"
             raise AgentError(f"nothing to reproduce{f' in {dimension}' if dimension else ''}: {named} differs")
-        made = call.tools.repro(wanted[0], out.resolve(), call.observer)
+        made = make_repros(call.tools, [(wanted[0], out.resolve())], call.kernels, call.observer)[0]
     if as_json:
         print_json({"model": call.settings.model, "scale": call.settings.scale, "divergence": jsonable(wanted[0]), **jsonable(made)})
     else:
@@ -251,10 +251,8 @@ def _tool(model: str | None, scale: str | None, path: Path | None, weights: Path
         bound = _load_contract(contract, top)
         if tools is None:
             models.require_engines(FAMILIES[settings.model].scales[settings.scale].device)
-            if workspace:
-                jobs = workspace.private / "tools" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-            else:
-                jobs = Path(tempfile.mkdtemp(prefix="agent-"))
+            stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+            jobs = workspace.private / "tools" / stamp if workspace else Path(tempfile.mkdtemp(prefix="agent-"))
             goal = settings.target.throughput if target is None else target
             tools = EngineTools(settings.model, settings.scale, _checkpoint(settings), goal, jobs)
         yield _Call(settings, tools, bound, top / KERNELS, console)

@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agent.errors import UserError
+from agent.llm.settings import LlmSettings
 
 FILE = "consistency.toml"
 
@@ -45,6 +46,7 @@ class Config(BaseModel):
     """Who picks the next step."""
     target: Target = Target()
     budget: Budget = Budget()
+    llm: LlmSettings = LlmSettings()
 
     @classmethod
     def load(cls, path: Path) -> "Config":
@@ -74,6 +76,10 @@ class Config(BaseModel):
             f"minutes = {self.budget.minutes}",
             f"attempts = {self.budget.attempts}",
         ]
+        own = self.llm.model_dump(exclude_defaults=True)
+        for table, values in {"llm": own, "llm.limits": own.pop("limits", {})}.items():
+            if values:
+                lines += ["", f"[{table}]", *(f"{name} = {_quote(v) if isinstance(v, str) else str(v).lower()}" for name, v in values.items())]
         return "\n".join(lines) + "\n"
 
 

@@ -49,7 +49,7 @@ class FakeTools:
             target_throughput=0.913, accuracy=None, contract=contract.as_dict(), seed="0", environment={}, evidence="", seconds=1.0,
             controls=[ControlResult(name="training weight", ran=True, tokens=TOKENS, mismatches=TOKENS)])
 
-    def localize(self, contract: Contract, kernels: Path, progress: Progress, dimensions: list[str] | None = None) -> LocalizeReport:
+    def localize(self, contract: Contract, kernels: Path, progress: Progress) -> LocalizeReport:
         self._begin("localize", contract)
         found: list[Divergence] = []
         sites: dict[str, list[SiteCount]] = {}
@@ -68,16 +68,16 @@ class FakeTools:
         exact: list[str] = [d for d in self.world if not self._differing(d, contract)]
         return LocalizeReport(divergences=found, exact_dimensions=exact, seconds=1.0, sites=sites)
 
-    def repro(self, divergence: Divergence, directory: Path, progress: Progress) -> ReproReport:
+    def repro(self, divergence: Divergence, directory: Path, kernels: Path, progress: Progress) -> ReproReport:
         self._begin(f"repro {divergence.operator}", None)
         directory.mkdir(parents=True)
         (directory / "repro.py").write_text(f"{divergence.operator}\n")
         return ReproReport(directory=directory, command="python repro.py", expected_line="37 of 4096 elements differ", exit_code=1, reproduced=True)
 
-    def check_repro(self, directory: Path, contract: Contract, kernels: Path) -> int:
-        operator = (directory / "repro.py").read_text().strip()
-        self._begin(f"check {operator}", contract)
-        return int(not self._fixed(operator, contract))
+    def check_repros(self, directories: list[Path], contract: Contract | None, kernels: Path) -> list[int]:
+        operators = [(directory / "repro.py").read_text().strip() for directory in directories]
+        self._begin(f"check {' '.join(operators)}", contract)
+        return [int(contract is None or not self._fixed(operator, contract)) for operator in operators]
 
     def _begin(self, call: str, contract: Contract | None) -> None:
         self.before(call)

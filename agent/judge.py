@@ -19,9 +19,9 @@ def judge(state: RunState, attempt: Attempt) -> Ruling | None:
     Kept: the repros turned to 0, the verdict is not void, no condition got worse, and the first divergence vanished or moved later.
     """
     if attempt.failure:
-        return "rejected", f"a job failed: {attempt.failure.splitlines()[0]}"
+        return "rejected", f"twice: {attempt.failure}"
     if still := [check.divergence for check in attempt.repros if check.after]:
-        return "rejected", f"the repro of {', '.join(still)} still differs"
+        return "rejected", f"the repro of {', '.join(still)} does not pass"
     if attempt.verify is None:
         return None
     after = attempt.verify.verdict

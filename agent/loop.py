@@ -13,11 +13,13 @@ from agent.screen import Observer
 from agent.state import Attempt, Phase, ReproCheck, RunState, jsonable, key
 from agent.tools.divergence import LocalizeReport
 from agent.tools.patch_kernel import PatchRequest, patch_kernel
-from agent.toolset import Tools
+from agent.toolset import Tools, make_repros
 from agent.verdict import VerifyReport
 from agent.workspace import Workspace, branch, write_evidence
 from consistency.contract import Contract
 
+WITHOUT_CANDIDATE = ("stock-rollout", "reference")
+"""Job folders of processes that run none of the candidate's code."""
 MAX_REFUSED = 3
 """A policy whose actions are refused so often in a row has lost the thread."""
 
@@ -69,8 +71,7 @@ class Run:
         state, attempt = self.state, self.state.open_attempt
         if attempt:
             self._enter("check repros")
-            self._check_repros(attempt)
-            if not any(check.after for check in attempt.repros):
+            if self._check_repros(attempt):
                 self._enter("verify")
                 with self._blame(attempt):
                     attempt.verify = self.tools.verify(self._contract(attempt), self._tree(attempt) / "kernels", level, self._tick)
@@ -106,14 +107,12 @@ class Run:
         known = {key(divergence): divergence for divergence in self.state.divergences()}
         if unknown := [name for name in wanted if name not in known]:
             raise _Refused(f"there is no divergence {unknown[0]!r}")
-        for name in wanted:
-            divergence = known[name]
-            directory = self._main / "repros" / f"{len(self.state.repros):02d}-{divergence.dimension}-{divergence.operator}"
-            report = self.tools.repro(divergence, directory, self._tick)
-            self.state.head = self.workspace.commit(self._main, f"Add a repro of {divergence.operator} in {divergence.dimension}")
-            self.state.repros[name] = report
-            self.state.log(f"repro of {name}: exit code {report.exit_code}")
-            self._save()
+        folders = [f"{len(self.state.repros) + n:02d}-{known[name].dimension}-{known[name].operator}" for n, name in enumerate(wanted)]
+        asked = [(known[name], self._main / "repros" / folder) for name, folder in zip(wanted, folders, strict=True)]
+        reports = make_repros(self.tools, asked, self._main / "kernels", self._tick)
+        self.state.head = self.workspace.commit(self._main, f"Add repros: {', '.join(folders)}", self._trailers())
+        self.state.repros |= dict(zip(wanted, reports, strict=True))
+        self.state.log("repros: " + ", ".join(f"{name} exits with {report.exit_code}" for name, report in zip(wanted, reports, strict=True)))
 
     def _patch(self, action: Patch) -> None:
         state = self.state
@@ -172,21 +171,31 @@ class Run:
         state.log(f"attempt {attempt.number} {attempt.outcome}: {attempt.reason}")
         return True
 
-    def _check_repros(self, attempt: Attempt) -> None:
-        for check in attempt.repros:
-            if check.after is None:
-                directory = self._tree(attempt) / self.state.repro_folder(check.divergence)
-                with self._blame(attempt):
-                    check.after = self.tools.check_repro(directory, self._contract(attempt), self._tree(attempt) / "kernels")
+    def _check_repros(self, attempt: Attempt) -> bool:
+        """Whether every repro that failed now passes."""
+        failed = [check for check in attempt.repros if check.before == 1]
+        if failed and failed[0].after is None:
+            folders = [self._tree(attempt) / self.state.repro_folder(check.divergence) for check in failed]
+            with self._blame(attempt):
+                codes = self.tools.check_repros(folders, self._contract(attempt), self._tree(attempt) / "kernels")
+                for check, code in zip(failed, codes, strict=True):
+                    check.after = code
+        return all(check.after == 0 for check in failed)
 
     @contextlib.contextmanager
     def _blame(self, attempt: Attempt):
-        """A candidate that takes the engine down is a rejected attempt, not the end of the run."""
+        """A candidate that takes an engine down twice is a rejected attempt, not the end of the run; once may be the machine's fault."""
         started = time.monotonic()
         try:
             yield
         except JobFailed as error:
-            attempt.failure = str(error)
+            if error.directory.name in WITHOUT_CANDIDATE:
+                raise
+            attempt.crashes += 1
+            attempt.last_words = error.log_tail
+            self.state.log(f"attempt {attempt.number}: {error.reason}")
+            if attempt.crashes > 1:
+                attempt.failure = error.reason
         attempt.seconds += time.monotonic() - started
 
     def _record(self, name: str, report: VerifyReport | LocalizeReport) -> None:

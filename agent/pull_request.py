@@ -50,10 +50,11 @@ def write(workspace: Workspace, state: RunState) -> str:
     """The whole text."""
     evidence = Evidence.load(workspace, state)
     # A final.json that an older head left behind is not about this one.
-    stock, final = evidence.documents["baseline"], evidence.documents["final"] if state.final else evidence.attempts("kept")[-1]["verify"]
+    stock = evidence.documents["baseline"]
+    final = evidence.documents["final"] if state.final else evidence.attempts("kept")[-1]["verify"]
     sections = [
         _title(state, final), _claim(state, stock, final), _causes(evidence), _numbers(stock, final), _conditions(stock, final),
-        _commands(state, evidence), _environment(final), _dropped(evidence), _controls(final), _limits(state, final), _provenance(state, evidence)]
+        _commands(state, final, evidence), _environment(final), _dropped(evidence), _controls(final), _limits(state, final), _provenance(state, evidence)]
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
@@ -79,9 +80,10 @@ def _claim(state: RunState, stock: Json, final: Json) -> str:
 def _causes(evidence: Evidence) -> str:
     rows = []
     for attempt in evidence.attempts("kept"):
-        fix = ", ".join(f"`{_binding(b)}`" for b in attempt["bindings"]) or ", ".join(f"`{name}`" for name in attempt["patch"]["changed"])
         for key in attempt["addresses"]:
             if d := evidence.divergence(key):
+                mine = [_binding(b) for b in attempt["bindings"] if b["operator"] == d["operator"]]
+                fix = ", ".join(f"`{name}`" for name in mine or attempt["patch"]["changed"])
                 proof = f"substituting `{d['substituted_with']}` moves it" if d["confirmed"] else "not confirmed by substitution"
                 rows.append([f"`{d['operator']}`", d["dimension"], f"`{d['site']}`", f"{d['cause']}: {d['cause_detail']}",
                              f"{d['differing']} of {d['elements']}", f"{_number(d['max_abs'])}, {d['max_ulps']} ulps", proof,
@@ -112,14 +114,18 @@ def _conditions(stock: Json, final: Json) -> str:
             f"{final['level']} one.\n\n" + _table(["condition", "dimension", "stock", "this branch"], rows))
 
 
-def _commands(state: RunState, evidence: Evidence) -> str:
+def _commands(state: RunState, final: Json, evidence: Evidence) -> str:
+    verdict = final["verdict"]
+    word = "void" if verdict["void"] else "exact" if verdict["exact"] else "not exact"
     lines = [
-        f"agent verify --model {state.model} --scale {state.scale} --workspace . --level full", "# last line: exact, 0 mismatches"]
+        f"agent verify --model {state.model} --scale {state.scale} --workspace . --level {final['level']}",
+        f"# {final['level']} verdict: {word}, {verdict['mismatches']} mismatches, {verdict['tokens']} sampled tokens"]
+    kernels = " --kernels ../../kernels" if any(name.startswith("kernels:") for side in state.contract.values() for name in side.values()) else ""
     for attempt in evidence.attempts("kept"):
         for check in attempt["repros"]:
             folder = state.repro_folder(check["divergence"])
             lines += [f"(cd {folder} && python repro.py)", f"# stock: {check['expected_line']} (exit code {check['before']})",
-                      f"(cd {folder} && python repro.py --contract ../../contract.toml)", f"# this branch: exit code {check['after']}"]
+                      f"(cd {folder} && python repro.py --contract ../../contract.toml{kernels})", f"# this branch: exit code {check['after']}"]
     return "## Check it\n\n```\n" + "\n".join(lines) + "\n```"
 
 

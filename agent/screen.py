@@ -1,7 +1,7 @@
 """What a person sees: a live panel on a terminal, plain lines elsewhere, and one screen at the end."""
 
 import time
-from datetime import datetime
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ class Screen:
             self.live.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(Text(text))
+        self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
     def step(self, state: RunState, seconds_left: float) -> None:
         self.state, self.deadline, self.event = state, time.monotonic() + seconds_left, None
@@ -71,9 +71,12 @@ class Screen:
             return
         phase, now = self.state.phase, time.monotonic()
         if phase != self.printed[0] or now - self.printed[1] > PLAIN_EVERY:
+            # The longer facts change only with the phase.
+            left_out = ("attempt", "first divergence") if phase == self.printed[0] else ()
+            facts = ", ".join(value if name == "phase" else f"{name} {value}" for name, value in self._facts(self.state)
+                              if value and name not in left_out)
             self.printed = (phase, now)
-            facts = ", ".join(f"{name} {value}" for name, value in self._facts(self.state) if name != "phase" and value)
-            self.console.print(Text(f"{datetime.now():%H:%M:%S} {phase}: {facts}"), soft_wrap=True)
+            self.say(f"{datetime.now(UTC):%H:%M:%S} {facts}")
 
     def _panel(self) -> Panel | Text:
         if (state := self.state) is None:

@@ -27,7 +27,7 @@ class ReproCheck(BaseModel):
     """Its `key`."""
     before: int
     after: int | None = None
-    """Exit code under the attempt's contract: 0 once the operator no longer differs."""
+    """Exit code under the attempt's contract: 0 once the operator no longer differs; None for a repro that did not fail before."""
     expected_line: str = ""
     command: str = ""
 
@@ -45,8 +45,11 @@ class Attempt(BaseModel):
     repros: list[ReproCheck] = []
     verify: VerifyReport | None = None
     localize: LocalizeReport | None = None
+    crashes: int = 0
     failure: str = ""
-    """A job's last words, if the candidate took it down."""
+    """How a job ended, if the candidate took one down more than once."""
+    last_words: str = ""
+    """Tail of that job's log, for whoever writes the next patch."""
     outcome: Literal["open", "kept", "rejected"] = "open"
     reason: str = ""
     seconds: float = 0.0

@@ -1,24 +1,18 @@
 """What a run calls: the tools as one object, so that a stand-in can take their place."""
 
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from agent.errors import JobFailed
 from agent.tools.divergence import Divergence, LocalizeReport
 from agent.tools.localize import LocalizeRequest, localize
-from agent.tools.repro import ReproReport, ReproRequest, make_repro
+from agent.tools.repro import ReproReport, ReproRequest, check_repros, make_repro
 from agent.tools.verify import VerifyRequest, verify
 from agent.verdict import VerifyReport
 from consistency.contract import Contract
-from sandboxes import Limits
-from sandboxes.local import LocalSandbox
 
 Progress = Callable[[Any], None]
 """Takes whatever a tool tells about itself; may raise to stop it."""
-REPRO_SECONDS = 120.0
 
 
 class Tools(Protocol):
@@ -28,15 +22,23 @@ class Tools(Protocol):
         """Raises JobFailed if an engine crashes or hangs."""
         ...
 
-    def localize(self, contract: Contract, kernels: Path, progress: Progress, dimensions: list[str] | None = None) -> LocalizeReport: ...
+    def localize(self, contract: Contract, kernels: Path, progress: Progress) -> LocalizeReport: ...
 
-    def repro(self, divergence: Divergence, directory: Path, progress: Progress) -> ReproReport:
-        """Fill `directory`, which is absent."""
+    def repro(self, divergence: Divergence, directory: Path, kernels: Path, progress: Progress) -> ReproReport:
+        """Fill `directory`, which is absent. The exit code is the one found while it was made."""
         ...
 
-    def check_repro(self, directory: Path, contract: Contract, kernels: Path) -> int:
-        """Exit code of the repro under a contract: 1 differs, 0 does not."""
+    def check_repros(self, directories: list[Path], contract: Contract | None, kernels: Path) -> list[int]:
+        """Exit codes of repro folders under a contract, or as recorded: 1 differs, 0 does not, 2 cannot run."""
         ...
+
+
+def make_repros(tools: Tools, wanted: list[tuple[Divergence, Path]], kernels: Path, progress: Progress) -> list[ReproReport]:
+    """Make folders and run them once they are whole; a folder counts as a repro only if it fails on its own."""
+    reports = [tools.repro(divergence, directory, kernels, progress) for divergence, directory in wanted]
+    codes = tools.check_repros([directory for _, directory in wanted], None, kernels)
+    return [report.model_copy(update={"exit_code": code, "reproduced": report.reproduced and code == 1})
+            for report, code in zip(reports, codes, strict=True)]
 
 
 class EngineTools:
@@ -50,30 +52,16 @@ class EngineTools:
             family=self.family, scale=self.scale, checkpoint=self.checkpoint, contract=contract, kernels=_filled(kernels),
             level="full" if level == "full" else "quick", target_throughput=self.target, directory=self._folder(f"verify-{level}")), progress)
 
-    def localize(self, contract: Contract, kernels: Path, progress: Progress, dimensions: list[str] | None = None) -> LocalizeReport:
+    def localize(self, contract: Contract, kernels: Path, progress: Progress) -> LocalizeReport:
         return localize(LocalizeRequest(
             family=self.family, scale=self.scale, checkpoint=self.checkpoint, contract=contract, kernels=_filled(kernels),
-            work_dir=self._folder("localize"), dimensions=dimensions), progress)
+            work_dir=self._folder("localize")), progress)
 
-    def repro(self, divergence: Divergence, directory: Path, progress: Progress) -> ReproReport:
-        return make_repro(ReproRequest(divergence=divergence, directory=directory), progress)
+    def repro(self, divergence: Divergence, directory: Path, kernels: Path, progress: Progress) -> ReproReport:
+        return make_repro(ReproRequest(divergence=divergence, directory=directory, kernels=_filled(kernels), check=False), progress)
 
-    def check_repro(self, directory: Path, contract: Contract, kernels: Path) -> int:
-        """The candidate's code runs in a job process, as everywhere."""
-        job = self._folder("check-repro")
-        (job / "contract.toml").write_text(contract.dumps(), encoding="utf-8")
-        filled = _filled(kernels)
-        command = [sys.executable, str(directory / "repro.py"), "--contract", str(job / "contract.toml"),
-                   *(["--kernels", str(filled)] if filled else [])]
-        handle = LocalSandbox().start(command, job, {}, Limits(wall_seconds=REPRO_SECONDS))
-        try:
-            while (code := handle.poll()) is None:
-                time.sleep(0.05)
-        finally:
-            handle.kill()
-        if code not in (0, 1):
-            raise JobFailed(f"the repro ended with exit code {code}", job, (job / "log").read_text(encoding="utf-8", errors="replace")[-2000:])
-        return code
+    def check_repros(self, directories: list[Path], contract: Contract | None, kernels: Path) -> list[int]:
+        return [code for code, _ in check_repros(directories, contract, _filled(kernels))]
 
     def _folder(self, what: str) -> Path:
         """A folder no call before has used, also not one of a call that was killed."""

@@ -26,7 +26,10 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 class LocalSandbox:
-    """Starts each job in a new session. HOME and TMPDIR are `directory/home` and `directory/tmp`, removed with the job."""
+    """Starts each job in a new session. HOME and TMPDIR are `directory/home` and `directory/tmp`, removed with the job.
+
+    On Linux a job ends with the thread that started it, also when that thread's process is killed.
+    """
 
     def start(self, argv: Sequence[str], directory: Path, environment: Mapping[str, str], limits: Limits) -> LocalHandle:
         mark = secrets.token_hex(16)
@@ -36,7 +39,7 @@ class LocalSandbox:
         clean = {name: os.environ[name] for name in PASSED if name in os.environ}
         clean |= {name: str(folder.resolve()) for name, folder in scratch.items()}
         clean |= {"PYTHONPATH": str(_ROOT), "PYTHONSAFEPATH": "1", **environment, MARK: mark}
-        launcher = [sys.executable, "-I", "-S", str(_LAUNCHER), str(limits.file_bytes), str(limits.open_files)]
+        launcher = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), str(limits.file_bytes), str(limits.open_files)]
         with (directory / "log").open("ab") as log:
             process = subprocess.Popen([*launcher, *argv], cwd=directory, env=clean, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                        start_new_session=True)

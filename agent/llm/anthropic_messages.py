@@ -9,7 +9,7 @@ from agent.llm.conversation import KEPT, Answer, Call, End, Request, Said, Timer
 from agent.llm.settings import LlmSettings
 
 # Steps of a run take minutes, so the five-minute cache would be cold at each of them.
-CACHE = {"type": "ephemeral", "ttl": "1h"}
+CACHE: anthropic.types.CacheControlEphemeralParam = {"type": "ephemeral", "ttl": "1h"}
 ENDS: dict[str, End] = {
     "end_turn": "end", "stop_sequence": "end", "tool_use": "calls", "pause_turn": "pause", "max_tokens": "length", "refusal": "refusal",
     "model_context_window_exceeded": "context"}
@@ -33,8 +33,9 @@ class AnthropicMessages:
 
         def send() -> anthropic.types.Message:
             message = self.client.messages.create(
-                model=self.model, max_tokens=self.settings.max_output_tokens, system=[{"type": "text", "text": request.system, "cache_control": CACHE}],
-                tools=[_tool(tool) for tool in request.tools], messages=messages(request.turns), cache_control=CACHE,
+                model=self.model, max_tokens=self.settings.max_output_tokens,
+                system=[{"type": "text", "text": request.system, "cache_control": CACHE}], tools=[_tool(tool) for tool in request.tools],
+                messages=messages(request.turns), cache_control=CACHE,
                 timeout=anthropic.Timeout(request.timeout, connect=CONNECT_SECONDS), **options)
             expect(message, anthropic.types.Message)
             return message

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agent.errors import BudgetEnded, UserError
+from agent.llm.redact import redact, secrets
 
 PAUSES = (5.0, 20.0, 60.0)
 """Seconds between outer attempts. Each of them is already a series of the SDK's own."""
@@ -14,6 +15,7 @@ CONNECT_SECONDS = 10.0
 
 _FULL = re.compile(r"context[ _](length|window)|prompt is too long|maximum context|too many tokens|input is too long|max_model_len", re.IGNORECASE)
 _TRANSIENT = {408, 409, 429}
+HINTS = {401: "check the key", 402: "check the account", 403: "check what the key may do", 404: "check the model's name and the address"}
 
 
 class Unavailable(BudgetEnded):
@@ -63,15 +65,15 @@ def _transient(error: Exception, provider: str) -> str:
         raise ContextFull(_line(error)) from None
     if status in _TRANSIENT or status >= 500:
         return f"{status} {_line(error)}"
-    hint = {401: "check the key", 402: "check the account", 403: "check what the key may do", 404: "check the model's name and the address"}.get(status)
+    hint = HINTS.get(status)
     request = getattr(error, "request_id", None)
     raise UserError(f"{provider} refused the request with {status}: {_line(error)}{f' (request {request})' if request else ''}"
                     f"{f'; {hint}' if hint else ''}") from None
 
 
 def _line(error: Exception) -> str:
-    """The server's own message, or the exception's, on one line."""
+    """The server's own message, or the exception's, on one line; some servers quote the key that they do not like."""
     body = getattr(error, "body", None)
     inner = body.get("error", body) if isinstance(body, dict) else None
     message = inner.get("message") if isinstance(inner, dict) else None
-    return " ".join(str(message or error).split())[:300]
+    return redact(" ".join(str(message or error).split()), secrets())[:300]

@@ -23,7 +23,8 @@ def verdict(report: VerifyReport) -> str:
     if t := report.throughput:
         lines.append(f"throughput: {t.ratio:.3f} of stock ({t.spread[0]:.3f} to {t.spread[1]:.3f}), target {report.target_throughput:.3f}")
     if a := report.accuracy:
-        lines.append(f"error against the reference: {a.candidate:.3g} nats, stock {a.stock:.3g}, allowed {a.allowed:.3g}{'' if a.ok else ' - too large'}")
+        lines.append(f"error against the reference: {a.candidate:.3g} nats, stock {a.stock:.3g}, "
+                     f"allowed {a.allowed:.3g}{'' if a.ok else ' (too large)'}")
     return "\n".join(lines)
 
 
@@ -41,21 +42,22 @@ def _divergence(d: Divergence, repros: dict[str, str]) -> str:
     probes = "; ".join(f"{p.name}: {'not asked' if p.equal is None else 'equal' if p.equal else 'differs'}" for p in d.probes)
     return "\n".join(filter(None, [
         f"- {name}: {d.operator}, {' against '.join(d.sides)}, {d.cause} ({d.cause_detail})",
-        f"  {d.differing} of {d.elements} elements differ, at most by {d.max_abs:.3g} ({d.max_ulps} ulps); {moved if d.confirmed else 'not confirmed'}",
+        f"  {d.differing} of {d.elements} elements differ, at most by {d.max_abs:.3g} ({d.max_ulps} ulps)",
+        f"  {moved if d.confirmed else 'not confirmed by substitution'}",
         f"  probes: {probes}" if probes else "",
         f"  repro: {repros[name]}" if name in repros else "  no repro yet"]))
 
 
-def attempt(a: Attempt) -> str:
+def attempt(a: Attempt, repros: dict[str, str]) -> str:
     """One attempt and what it came to."""
     lines = [f"attempt {a.number} ({a.title}) {a.outcome}" + (f": {a.reason}" if a.reason else "")]
     lines += [f"- repro of {c.divergence}: exit code {c.before} before, {'not run' if c.after is None else c.after} now" for c in a.repros]
-    if a.failure:
-        lines.append(f"the job's last words:\n{a.failure[-FAILURE:]}")
+    if a.failure and a.last_words:
+        lines.append(f"the job's last words:\n{a.last_words[-FAILURE:]}")
     if a.verify:
         lines.append(verdict(a.verify))
     if a.localize:
-        lines.append(divergences(a.localize, {}))
+        lines.append(divergences(a.localize, repros))
     return "\n".join(lines)
 
 

@@ -47,7 +47,8 @@ class Looks:
         if not place.is_dir():
             raise Unusable(f"{request.path} is not a folder; read it")
         entries = sorted(entry for entry in place.iterdir() if entry.name not in HIDDEN)
-        lines = [f"{entry.name}/" if entry.is_dir() and not entry.is_symlink() else f"{entry.name}  {entry.lstat().st_size}" for entry in entries[:ENTRIES]]
+        lines = [f"{entry.name}/" if entry.is_dir() and not entry.is_symlink() else f"{entry.name}  {entry.lstat().st_size}"
+                 for entry in entries[:ENTRIES]]
         return "\n".join(lines + ([f"... {len(entries) - ENTRIES} more"] if len(entries) > ENTRIES else [])) or "(empty)"
 
     def _read(self, request: ReadCall) -> str:
@@ -86,7 +87,7 @@ class Looks:
         if process.returncode not in (0, 1) and not hits:
             raise Unusable(f"the search failed: {' '.join(problem.split())[:200]}")
         shown = str(PurePosixPath(request.path))
-        found = [line.replace(str(place), shown, 1)[:LINE] for line in hits.splitlines()]
+        found = [line.replace(str(place), shown, 1).removeprefix("./")[:LINE] for line in hits.splitlines()]
         text = "\n".join(found[:HITS])[:CHARACTERS]
         return (text + (f"\n... {len(found) - HITS} more; narrow the pattern" if len(found) > HITS else "")) or "no line matches"
 

@@ -107,7 +107,7 @@ def outcome(acting: Acting, state: RunState) -> str:
         case Repro(divergences=names):
             return _repros(names, state)
         case Patch():
-            return facts.attempt(state.attempts[-1])
+            return facts.attempt(state.attempts[-1], facts.repro_folders(state))
     return "\n".join(state.steps[acting.log_length:])
 
 

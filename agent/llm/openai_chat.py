@@ -7,7 +7,7 @@ import openai
 from openai.types.chat import ChatCompletion
 
 from agent.llm.calling import CONNECT_SECONDS, SDK_RETRIES, ContextFull, Transient, call, expect
-from agent.llm.conversation import KEPT, Answer, Call, End, Request, Said, Timer, Tool, Turn, Usage
+from agent.llm.conversation import KEPT, Answer, Call, End, Request, Said, Timer, Tool, Usage
 from agent.llm.openai_responses import parsed
 from agent.llm.settings import LlmSettings
 
@@ -27,11 +27,11 @@ class OpenAIChat:
 
     def ask(self, request: Request) -> Answer:
         timer = Timer()
-        wire = messages(request)
+        wire, offered = messages(request), [_tool(tool) for tool in request.tools]
 
         def send() -> ChatCompletion:
             completion = self.client.chat.completions.create(
-                model=self.model, messages=wire, tools=[_tool(tool) for tool in request.tools], max_tokens=self.settings.max_output_tokens,
+                model=self.model, messages=wire, tools=offered, max_tokens=self.settings.max_output_tokens,
                 timeout=openai.Timeout(request.timeout, connect=CONNECT_SECONDS))
             expect(completion, ChatCompletion)
             if not completion.choices:
@@ -39,7 +39,7 @@ class OpenAIChat:
             return completion
 
         try:
-            return answer(call(send, self.name), timer.seconds, wire)
+            return answer(call(send, self.name), timer.seconds, [*wire, *offered])
         except ContextFull as error:
             return Answer(end="context", detail=str(error), seconds=timer.seconds)
 
@@ -61,7 +61,7 @@ def messages(request: Request) -> list[Any]:
     return wire
 
 
-def answer(completion: ChatCompletion, seconds: float, wire: list[Any]) -> Answer:
+def answer(completion: ChatCompletion, seconds: float, sent: list[Any]) -> Answer:
     """Read a completion. Calls count by their presence: servers disagree about the finish reason that goes with them."""
     choice = completion.choices[0]
     message = choice.message
@@ -75,21 +75,22 @@ def answer(completion: ChatCompletion, seconds: float, wire: list[Any]) -> Answe
         end = "refusal"
     return Answer(text=message.content or "", thinking=getattr(message, "reasoning", None) or "", calls=calls, end=end,
                   detail=message.refusal or choice.finish_reason or "", items=[_item(message.content, calls)] if end in KEPT else [],
-                  usage=_usage(completion, wire), seconds=seconds, request=completion.id or "")
+                  usage=_usage(completion, sent), seconds=seconds, request=completion.id or "")
 
 
 def _item(content: str | None, calls: list[Call]) -> dict[str, Any]:
     """The answer as it is sent back. Servers parse old arguments again, so ones that are no JSON object become an empty one."""
     item: dict[str, Any] = {"role": "assistant", "content": content or ("" if calls else "(no text)")}
     if calls:
-        item["tool_calls"] = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments or {})}} for c in calls]
+        item["tool_calls"] = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments or {})}}
+                              for c in calls]
     return item
 
 
-def _usage(completion: ChatCompletion, wire: list[Any]) -> Usage:
+def _usage(completion: ChatCompletion, sent: list[Any]) -> Usage:
     usage = completion.usage
     if usage is None:
-        sent, received = len(json.dumps(wire)), len(completion.choices[0].model_dump_json())
-        return Usage(input=sent // CHARACTERS_PER_TOKEN, output=received // CHARACTERS_PER_TOKEN, estimated=True)
+        received = completion.choices[0].model_dump_json()
+        return Usage(input=len(json.dumps(sent)) // CHARACTERS_PER_TOKEN, output=len(received) // CHARACTERS_PER_TOKEN, estimated=True)
     read = (usage.prompt_tokens_details.cached_tokens or 0) if usage.prompt_tokens_details else 0
     return Usage(input=max(usage.prompt_tokens - read, 0), output=usage.completion_tokens, cache_read=read)

@@ -53,14 +53,22 @@ def price_of(model: str, given: str | None = None, table: Path = TABLE) -> Price
     """The price of a model, `given` (`INPUT,OUTPUT[,CACHE_READ[,CACHE_WRITE]]`) before the table. Raises UserError if there is none."""
     if given is not None:
         return _parse(given)
-    try:
-        rows = tomllib.loads(table.read_text(encoding="utf-8"))
-        if model in rows:
-            return Price.model_validate(rows[model])
-    except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
-        raise UserError(f"{table}: {str(error).splitlines()[0]}") from None
+    if model in (rows := _rows(table)):
+        return rows[model]
     raise UserError(f"the price of {model} is unknown; give it with --price INPUT,OUTPUT[,CACHE_READ[,CACHE_WRITE]] in USD per million tokens "
                     "(0,0 for a server of your own)")
+
+
+def known_models(table: Path = TABLE) -> list[str]:
+    """Models with a price, in the table's order."""
+    return list(_rows(table))
+
+
+def _rows(table: Path) -> dict[str, Price]:
+    try:
+        return {name: Price.model_validate(row) for name, row in tomllib.loads(table.read_text(encoding="utf-8")).items()}
+    except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
+        raise UserError(f"{table}: {str(error).splitlines()[0]}") from None
 
 
 def _parse(text: str) -> Price:
@@ -70,4 +78,4 @@ def _parse(text: str) -> Price:
             raise ValueError
         return Price(**dict(zip(("input", "output", "cache_read", "cache_write"), figures, strict=False)))
     except ValueError:
-        raise UserError(f"--price {text}: expected INPUT,OUTPUT[,CACHE_READ[,CACHE_WRITE]] in USD per million tokens, none of them negative") from None
+        raise UserError(f"--price {text}: expected INPUT,OUTPUT[,CACHE_READ[,CACHE_WRITE]] in USD per million tokens, none negative") from None

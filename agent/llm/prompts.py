@@ -1,6 +1,7 @@
 """The texts in agent/prompts/, read once."""
 
 import functools
+import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "prompts"
@@ -21,6 +22,4 @@ def sections(name: str) -> dict[str, str]:
 
 def filled(template: str, **values: object) -> str:
     """Replace `{name}`. Values are put in as they are: braces in them have no meaning."""
-    for name, value in values.items():
-        template = template.replace("{" + name + "}", str(value))
-    return template
+    return re.sub(r"\{(\w+)\}", lambda match: str(values[match[1]]), template)

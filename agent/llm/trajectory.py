@@ -1,7 +1,7 @@
 """Everything a model was told and answered, on disk after every step, so that a run can be resumed, forked, replayed and read.
 
-`trajectory/header.json`, then one numbered file per record, each written to a temporary name first. `states/NNNN.json` is the run's state as it was before
-answer NNNN, written when it changed.
+`trajectory/header.json`, then one numbered file per record, each written to a temporary name first. `states/NNNN.json` is the run's state as it
+was before answer NNNN, written when it changed.
 """
 
 import json
@@ -133,6 +133,11 @@ class Trajectory:
     def steps(self) -> int:
         """Answers so far, inherited ones included."""
         return sum(isinstance(r.body, Answering) for r in self.records)
+
+    @property
+    def cache_key(self) -> str:
+        """The same for every request of this run and of its forks, which share their first tokens."""
+        return self.header.forked_from or self.folder.parent.name
 
     @property
     def spent(self) -> Spent:

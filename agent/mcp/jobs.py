@@ -96,12 +96,13 @@ class Job:
         return tail(self.folder / LOG, TAIL)
 
     def progress(self) -> str:
-        """What the command said last about itself: a progress line, else the last line of its log."""
+        """What the command said last about itself: its last progress line, else the last line of its log."""
         last = ""
         for line in reversed(self.log_tail().splitlines()):
-            if line.startswith(PROGRESS):
-                return _told(line.removeprefix(PROGRESS)) or last
-            last = last or line.strip()
+            if not line.startswith(PROGRESS):
+                last = last or line.strip()
+            elif told := _told(line.removeprefix(PROGRESS)):
+                return told
         return last
 
     def error(self) -> str:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import anyio
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, Field
 
 from agent import models as catalogue
 from agent.errors import AgentError
+from agent.mcp import arguments as arg
 from agent.mcp import devices
 from agent.mcp.calls import Calls, Subject
 from agent.mcp.jobs import Call, Job, JobError, Jobs
@@ -30,30 +30,12 @@ from agent.mcp.results import (
     finished_report,
     report,
 )
-from agent.tools.limits import MAX_BYTES
 from consistency.models.catalog import FAMILIES
 
 LONG = ("localize", "repro", "patch_kernel", "verify", "run")
 """Tools that become jobs."""
-MAX_WAIT = 50
-"""Seconds; several hosts give a call up after 60."""
 REPORT_EVERY = 3.0
 """Seconds between two progress notifications."""
-
-Text = Annotated[str, Field(max_length=4096)]
-Model = Annotated[Text | None, Field(description="family, as listed by the tool `models`; may be left out for a workspace that exists")]
-Scale = Annotated[Text | None, Field(description="tiny (CPU), slice or full; default: slice with a GPU, tiny without")]
-WorkspacePath = Annotated[Text | None, Field(description="folder of the workspace on the server's machine")]
-Weights = Annotated[Text | None, Field(description="folder of a Hugging Face checkpoint; default: seeded weights")]
-Contract = Annotated[str | None, Field(max_length=100_000, description="path of a contract.toml, or its text; default: that of the workspace, else stock")]
-Gpu = Annotated[Text | None, Field(description="index of the GPU to use; default: the one with the shortest queue")]
-Target = Annotated[float | None, Field(ge=0, description="least acceptable rollout throughput, as a share of stock")]
-Wait = Annotated[float, Field(ge=0, le=MAX_WAIT, description="seconds to wait for the result; then the answer is a handle for job_status")]
-JobId = Annotated[Text | None, Field(description="from an earlier answer; default: the newest job")]
-KernelFile = Annotated[str, StringConstraints(pattern=r"^kernels/[A-Za-z_][A-Za-z0-9_]*\.py$")]
-Source = Annotated[str, StringConstraints(max_length=MAX_BYTES)]
-Item = Annotated[str, StringConstraints(min_length=1, max_length=500)]
-
 
 class Scales(BaseModel):
     name: str
@@ -83,6 +65,7 @@ def register(server: MCPServer, jobs: Jobs, calls: Calls) -> None:
     """Add every tool to a server."""
     starts = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
     looks = ToolAnnotations(read_only_hint=True, idempotent_hint=True, open_world_hint=False)
+    ends = ToolAnnotations(read_only_hint=False, destructive_hint=True, idempotent_hint=True, open_world_hint=False)
 
     async def carry_out(make: Callable[[], Call], wait_s: float, ctx: Context) -> Any:
         """Start a job or find the one that this very call has started before; build the call in a thread, since it may ask the driver."""
@@ -91,21 +74,20 @@ def register(server: MCPServer, jobs: Jobs, calls: Calls) -> None:
 
     @server.tool(title="Find the first operator that differs", annotations=starts)
     @explained
-    async def localize(ctx: Context, model: Model = None, scale: Scale = None, workspace: WorkspacePath = None, weights: Weights = None,
-                       contract: Contract = None, gpu: Gpu = None, wait_s: Wait = 45) -> JobReport[LocalizeResult]:
-        """Name, per dimension (determinism, batch, phase, cross_gpu, engine), the first operator whose output differs although its input does not,
-        with the cause. Takes minutes."""
+    async def localize(
+            ctx: Context, model: arg.Model = None, scale: arg.Scale = None, workspace: arg.WorkspacePath = None, weights: arg.Weights = None,
+            contract: arg.Contract = None, gpu: arg.Gpu = None, wait_s: arg.Wait = 45) -> JobReport[LocalizeResult]:
+        """Name, per dimension (determinism, batch, phase, cross_gpu, engine), the first operator whose output differs although its input does
+        not, with the cause. Takes minutes."""
         subject = Subject(model, scale, workspace, weights, contract, gpu)
         return await carry_out(lambda: calls.engine("localize", subject), wait_s, ctx)
 
     @server.tool(title="Cut a divergence down to a folder that runs alone", annotations=starts)
     @explained
-    async def repro(ctx: Context, model: Model = None, scale: Scale = None, workspace: WorkspacePath = None, weights: Weights = None,
-                    contract: Contract = None,
-                    dimension: Annotated[Text | None, Field(description="whose first divergence; default: the first that localize reports")] = None,
-                    out: Annotated[Text | None, Field(description="new folder for the repro; default: inside the job, readable at "
-                                                      "job://ID/repro/repro.py")] = None,
-                    gpu: Gpu = None, wait_s: Wait = 45) -> JobReport[ReproResult]:
+    async def repro(
+            ctx: Context, model: arg.Model = None, scale: arg.Scale = None, workspace: arg.WorkspacePath = None, weights: arg.Weights = None,
+            contract: arg.Contract = None, dimension: arg.Dimension = None, out: arg.ReproFolder = None, gpu: arg.Gpu = None,
+            wait_s: arg.Wait = 45) -> JobReport[ReproResult]:
         """Localize, then write a folder with repro.py and its inputs: it exits with 1 while the operator differs and with 0 once it is fixed."""
         subject = Subject(model, scale, workspace, weights, contract, gpu)
         folder = calls.cwd / out if out else None
@@ -114,23 +96,19 @@ def register(server: MCPServer, jobs: Jobs, calls: Calls) -> None:
     @server.tool(title="Change the contract or a kernel in a new branch", annotations=starts)
     @explained
     async def patch_kernel(
-            ctx: Context, workspace: WorkspacePath = None,
-            bindings: Annotated[list[Item] | None, Field(max_length=100, description="OPERATOR=IMPLEMENTATION, with rollout: or training: in front "
-                                                         "for one side only; an implementation is a catalogue name, `stock` or kernels:FILE.NAME")] = None,
-            files: Annotated[dict[KernelFile, Source] | None, Field(max_length=32, description="kernels/NAME.py -> whole new text")] = None,
-            repo: Annotated[Text | None, Field(description="another git repository, which `diff` is applied to")] = None,
-            diff: Annotated[Source | None, Field(description="unified diff in git's form")] = None,
-            allow: Annotated[list[Item] | None, Field(max_length=100, description="globs that each path of the diff must match")] = None,
-            message: Annotated[Text, Field(description="commit message")] = "Patch through MCP", wait_s: Wait = 45) -> JobReport[PatchResult]:
+            ctx: Context, workspace: arg.WorkspacePath = None, bindings: arg.Bindings = None, files: arg.KernelFiles = None,
+            repo: arg.Repository = None, diff: arg.Diff = None, allow: arg.Allow = None, message: arg.Message = "Patch through MCP",
+            wait_s: arg.Wait = 45) -> JobReport[PatchResult]:
         """Commit a change to contract.toml and kernels/ (or a diff inside allowed paths of another repository) in a new branch and worktree.
         Nothing that is checked out changes; verify the worktree's contract afterwards."""
         return await carry_out(lambda: calls.patch(workspace, bindings or [], files or {}, repo, diff, allow or [], message), wait_s, ctx)
 
     @server.tool(title="Compare both engines in every condition", annotations=starts)
     @explained
-    async def verify(ctx: Context, model: Model = None, scale: Scale = None, workspace: WorkspacePath = None, weights: Weights = None,
-                     contract: Contract = None, level: Annotated[Literal["quick", "full"], Field(description="only full can be a final verdict")] = "full",
-                     target_throughput: Target = None, gpu: Gpu = None, wait_s: Wait = 45) -> JobReport[VerifyResult]:
+    async def verify(
+            ctx: Context, model: arg.Model = None, scale: arg.Scale = None, workspace: arg.WorkspacePath = None, weights: arg.Weights = None,
+            contract: arg.Contract = None, level: arg.Level = "full", target_throughput: arg.Target = None, gpu: arg.Gpu = None,
+            wait_s: arg.Wait = 45) -> JobReport[VerifyResult]:
         """Count the log-probabilities whose fp32 bits differ between rollout and training, per condition, with throughput, accuracy and a
         negative control. `exact` means 0 in every required condition; a `void` verdict proves nothing. Takes minutes."""
         subject = Subject(model, scale, workspace, weights, contract, gpu)
@@ -138,12 +116,10 @@ def register(server: MCPServer, jobs: Jobs, calls: Calls) -> None:
 
     @server.tool(title="Take a model's mismatch to zero", annotations=starts)
     @explained
-    async def run(ctx: Context, model: Model = None, scale: Scale = None, workspace: WorkspacePath = None, weights: Weights = None,
-                  target_throughput: Target = None, policy: Annotated[Text | None, Field(description="who picks the next step; default: playbook")] = None,
-                  minutes: Annotated[float | None, Field(ge=0, description="wall clock of this call")] = None,
-                  attempts: Annotated[int | None, Field(ge=0, description="attempts that this call may start")] = None,
-                  resume: Annotated[bool, Field(description="go on with the workspace's last run")] = False,
-                  gpu: Gpu = None, wait_s: Wait = 45) -> JobReport[RunResult]:
+    async def run(
+            ctx: Context, model: arg.Model = None, scale: arg.Scale = None, workspace: arg.WorkspacePath = None, weights: arg.Weights = None,
+            target_throughput: arg.Target = None, policy: arg.Policy = None, minutes: arg.Minutes = None, attempts: arg.Attempts = None,
+            resume: arg.Resume = False, gpu: arg.Gpu = None, wait_s: arg.Wait = 45) -> JobReport[RunResult]:
         """The whole loop: baseline, localize, repro, patch, verify, until exact and fast enough or a budget ends; leaves a branch and a pull
         request text in the workspace. Takes from minutes to hours; poll job_status."""
         subject = Subject(model, scale, workspace, weights, None, gpu)
@@ -151,13 +127,13 @@ def register(server: MCPServer, jobs: Jobs, calls: Calls) -> None:
 
     @server.tool(title="How a job is going", annotations=looks)
     @explained
-    async def job_status(ctx: Context, job_id: JobId = None, wait_s: Wait = 0) -> JobReport[AnyResult]:
+    async def job_status(ctx: Context, job_id: arg.AnyJobId = None, wait_s: arg.Wait = 0) -> JobReport[AnyResult]:
         """State, place in the queue, progress and, once there is one, the result of a job. Waits up to wait_s for it to end."""
         return report(await watch(jobs, named(job_id), wait_s, ctx))
 
-    @server.tool(title="End a job", annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True, idempotent_hint=True, open_world_hint=False))
+    @server.tool(title="End a job", annotations=ends)
     @explained
-    async def job_cancel(job_id: Annotated[Text, Field(description="from an earlier answer")]) -> JobReport[AnyResult]:
+    async def job_cancel(job_id: arg.JobId) -> JobReport[AnyResult]:
         """End a job and every process it started, within about a second. What a run saved stays, and `run` with resume goes on from there."""
         return report(await anyio.to_thread.run_sync(jobs.cancel, job_id))
 
@@ -210,5 +186,4 @@ def explained(tool: Callable[..., Any]) -> Callable[..., Any]:
         except (AgentError, JobError) as error:
             raise ToolError(str(error)) from None
 
-    wrapped.__signature__ = inspect.signature(tool, eval_str=True)  # type: ignore[attr-defined]
     return wrapped

@@ -94,6 +94,8 @@ class Diagnosis:
         request = int(np.searchsorted(starts, row, side="right")) - 1
         sides = [self._label(0), self._label(1)]
         said = self.explained
+        if self.foreign:
+            said |= {"cause": "other input", "detail": f"the engines hold different values of {', '.join(self.foreign)}"}
         return Divergence(
             dimension=self.dimension, operator=self.site.operator, layer=self.site.layer, site=self.site.key,
             sides=sides[::-1] if said["deviating"] == 0 else sides, cause=said["cause"], cause_detail=said["detail"], elements=said["elements"],

@@ -24,15 +24,15 @@ DUMP_BYTES = 1 << 28
 class EnginePair:
     """A rollout and a training job, started together. A context manager that ends both."""
 
-    def __init__(self, family: str, checkpoint: Path, kernels: Path | None, contract: Contract, directory: Path, sandbox: Sandbox | None = None) -> None:
+    def __init__(self, family: str, checkpoint: Path, kernels: Path | None, contract: Contract, directory: Path,
+                 sandbox: Sandbox | None = None) -> None:
         """Starts the processes and returns at once. `directory` is new or empty. Raises JobFailed if a process cannot be started."""
         self.family, self.checkpoint, self.directory = family, checkpoint, directory
         self.requests: list[dict[str, Any]] = []
         self.lengths: list[int] = []
-        self.other_weights: Path | None = None
-        """checkpoint that stands for a weight update"""
+        self.holds: dict[Engine, Path | None] = dict.fromkeys(ENGINES)
+        """checkpoint that an engine's weights come from; None: the one it was started with"""
         self._bound: dict[Engine, tuple] = {engine: _binding(contract, engine) for engine in ENGINES}
-        self._weights = dict.fromkeys(ENGINES, "loaded")
         self._epoch = dict.fromkeys(ENGINES, 0)
         self._traces: dict[tuple, Trace] = {}
         self._dump: dict[Engine, list[str]] = {"rollout": [], "training": []}
@@ -120,6 +120,7 @@ class EnginePair:
     def write_weights(self, engine: Engine, checkpoint: Path | None) -> None:
         """Writes a checkpoint, by default the one the engines were started with, over the running weights; earlier traces no longer hold."""
         self.ask(engine, {"kind": "reload", "checkpoint": None if checkpoint is None else str(checkpoint.resolve())})
+        self.holds[engine] = checkpoint
         self.forget(engine)
 
     def forget(self, engine: Engine) -> None:

@@ -79,7 +79,7 @@ def write_case(directory: Path, family: str, call: Call, found: Comparison, requ
         output = trace.dump(site.key)
         if output is None:
             return False
-        tensors[f"output@{side}"], tensors[f"computed@{side}"] = output, trace.prints[site.key] != ABSENT
+        tensors[f"output@{side}"] = output
     for name, parameter in call.parameters.items():
         first, second = parameters[0][parameter], parameters[1][parameter]
         tensors[f"parameter/{name}"] = first

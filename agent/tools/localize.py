@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from agent.draw import Draw
-from agent.errors import UserError
+from agent.errors import StepFailed, UserError
 from agent.model_facts import ModelFacts, read_facts
+from agent.session import Engine
 from agent.tools.diagnose import Diagnosis
 from agent.tools.divergence import Divergence, LocalizeReport
-from agent.tools.engines import EnginePair
-from agent.tools.traces import Comparison, Run, compare
+from agent.tools.engines import ENGINES, EnginePair
+from agent.tools.traces import LOGPROB, Comparison, Run, Site, compare
+from agent.tools.weights import moved_checkpoint
 from consistency.conditions import Dimension
 from consistency.contract import Contract
 from consistency.models.catalog import FAMILIES, Family
@@ -31,7 +34,7 @@ ALONE = (1, 7, 8, 9, 13, 15)
 MOVED = (1, 7, 12)
 """the requests that also run after the weights were written anew"""
 CHUNK = 15
-PATIENCE = 25.0
+PATIENCE = 38.0
 """seconds, with both engines up, after which no further divergence behind the first of a dimension is looked for"""
 DEPTH = 12
 """most divergences per dimension"""
@@ -52,6 +55,8 @@ class LocalizeRequest(BaseModel):
     """None: all that one machine can run"""
     seed: str = "localize"
     """of the prompts and the sampling; the same seed gives the same ones"""
+    repros: bool = True
+    """also cut each divergence down while the engines are up, which spares `repro` their start"""
 
 
 def localize(request: LocalizeRequest, progress: Callable[[Any], None] = lambda _: None, sandbox: Sandbox | None = None) -> LocalizeReport:
@@ -67,7 +72,32 @@ def localize(request: LocalizeRequest, progress: Callable[[Any], None] = lambda 
     facts = read_facts(request.checkpoint)
     with EnginePair(request.family, request.checkpoint, request.kernels, request.contract, request.work_dir, sandbox) as pair:
         pair.wait(lambda: progress("starting both engines"))
-        return locate(pair, request.contract, facts, request.dimensions, request.seed, progress, begun)
+        report = locate(pair, request.contract, facts, request.dimensions, request.seed, progress, begun)
+        if request.repros:
+            build_repros(pair, report, progress)
+        report.seconds = time.monotonic() - begun
+        return report
+
+
+def build_repros(pair: EnginePair, report: LocalizeReport, progress: Callable[[Any], None] = lambda _: None) -> None:
+    """Fills `repro/` in the evidence of every divergence that has any, on both engines at the same time."""
+    tickets = []
+    for divergence in report.divergences:
+        if not divergence.evidence:
+            continue
+        evidence = Path(divergence.evidence)
+        engine: Engine = "rollout" if any(side.startswith("rollout") for side in divergence.sides) else "training"
+        session = pair.sessions[engine]
+        built = session.directory / "cases" / evidence.name / "repro"
+        step = {"kind": "operator", "action": "build", "case": str(built.parent), "folder": str(built)}
+        tickets.append((session, session.submit(step), built, evidence / "repro"))
+    for session, ticket, built, target in tickets:
+        progress(f"cutting down {target.parent.name}")
+        try:
+            session.wait(ticket)
+            shutil.copytree(built, target)
+        except (StepFailed, OSError) as error:
+            report.notes.append(f"{target.parent.name}: no repro was made: {str(error).splitlines()[0]}")
 
 
 def locate(pair: EnginePair, contract: Contract, facts: ModelFacts, dimensions: list[Dimension] | None = None, seed: str = "localize",
@@ -95,12 +125,11 @@ class _Localization:
         runs = [run for pairs in everything.values() for pair in pairs for run in pair]
         # Repetitions last: what other schedules leave behind must not show in them.
         self.pair.fetch([(run, self.contract) for run in sorted(runs, key=lambda run: run.turn)])
-        reached = self.contract
         for name, pairs in everything.items():
             self.progress(f"comparing {name}")
-            reached = self._chain(name, pairs, self.contract)
-        if "engine" in self.dimensions:
-            self._after_weight_update(reached)
+            reached, equal = self._chain(name, pairs, self.contract)
+            if name == "engine" and equal:
+                self._after_weight_update(reached)
         found = {d.dimension for d in self.report.divergences}
         self.report.exact_dimensions = [name for name in self.dimensions if name not in found]
         self.report.seconds = time.monotonic() - self.begun
@@ -116,8 +145,9 @@ class _Localization:
             return [(run, Run(run.engine, f"{run.label}, again", run.requests, run.options, turn=1)) for run in (decode, packed)]
         if dimension == "batch":
             alone = Run("rollout", "decode, alone", some, (("groups", tuple((i,) for i in range(len(some)))),))
-            return [(alone, decode), (Run("training", "alone", some, (("layout", "alone"),)), packed),
-                    (packed, Run("training", "padded", everyone, (("layout", "padded"), ("micro_batch", 6))))]
+            unscored = ("logprobs", False)
+            return [(alone, decode), (Run("training", "alone", some, (("layout", "alone"), unscored)), packed),
+                    (packed, Run("training", "padded", everyone, (("layout", "padded"), ("micro_batch", 6), unscored)))]
         if dimension == "phase":
             pairs = [(decode, Run("rollout", "prefill", everyone, (("mode", "prefill"),))),
                      (decode, Run("rollout", "prefill in chunks", everyone, (("chunk", CHUNK), ("stagger", 1)))),
@@ -129,17 +159,20 @@ class _Localization:
 
     # ---- the search -------------------------------------------------------------------------------------------------
 
-    def _chain(self, dimension: Dimension, pairs: list[tuple[Run, Run]], contract: Contract) -> Contract:
-        """Reports the first divergence, then the next one that is left once that is substituted, and so on; returns the last contract."""
-        for order in range(DEPTH):
+    def _chain(self, dimension: Dimension, pairs: list[tuple[Run, Run]], contract: Contract, begin: int = 0) -> tuple[Contract, bool]:
+        """Reports the first divergence, then the next one that is left once that is substituted, and so on.
+
+        Returns the last contract and whether all is equal under it.
+        """
+        for order in range(begin, DEPTH):
             found = self._first(dimension, pairs, contract, order == 0)
             if found is None:
-                break
+                return contract, True
             contract, divergence = self._examine(dimension, pairs, found, contract, order)
             self.report.divergences.append(divergence)
-            if not divergence.confirmed or divergence.next_site is None or time.monotonic() - self.ready > PATIENCE:
-                break
-        return contract
+            if not divergence.confirmed or time.monotonic() - self.ready > PATIENCE:
+                return contract, divergence.confirmed and divergence.next_site is None
+        return contract, False
 
     def _first(self, dimension: str, pairs: list[tuple[Run, Run]], contract: Contract, keep: bool = False) -> Comparison | None:
         """The comparison whose first unequal site comes first in the model; None if all are equal."""
@@ -147,8 +180,8 @@ class _Localization:
         compared = [compare(self.pair.trace(left, contract), self.pair.trace(right, contract)) for left, right in pairs]
         for found in compared:
             label = f"{dimension}: {found.left.run.label} against {found.right.run.label}"
-            if found.only_one:
-                self._note(f"{label}: only one side has {', '.join(found.only_one[:3])}")
+            if lonely := [key for key in found.only_one if key != LOGPROB]:
+                self._note(f"{label}: only one side has {', '.join(lonely[:3])}")
             if silent := [count.site for count in found.counts if not count.rows]:
                 self._note(f"{label}: no row in common at {', '.join(silent[:3])}")
         unequal = [found for found in compared if found.first]
@@ -159,23 +192,75 @@ class _Localization:
 
     def _examine(self, dimension: Dimension, pairs: list[tuple[Run, Run]], found: Comparison, contract: Contract,
                  order: int) -> tuple[Contract, Divergence]:
-        """One divergence: its numbers and cause, then the substitution that has to make it move."""
+        """One divergence: its numbers and cause, then the substitution under which it has to move."""
         site = found.first
         assert site is not None
         self.progress(f"{dimension}: {site.key} ({site.operator}) differs; naming the cause")
         diagnosis = Diagnosis(self.pair, self.config, found, contract, dimension, f"{dimension}-{order}-{site.key}")
         divergence = diagnosis.divergence(order)
-        for candidate, name, sides in diagnosis.substitutions():
-            self.progress(f"{dimension}: {site.operator} substituted with {name} on {' and '.join(sides)}")
-            left = self._first(dimension, pairs, candidate)
-            if left is None or left.first.order > site.order:
-                divergence.confirmed, divergence.substituted_with, divergence.deviating = True, name, list(sides)
-                divergence.next_site = left.first.key if left else None
+        if diagnosis.foreign:
+            return self._reload(dimension, pairs, contract, divergence, diagnosis)
+        for candidate, name, engines in diagnosis.substitutions():
+            self.progress(f"{dimension}: {site.operator} substituted with {name} on {' and '.join(engines)}")
+            if self._moved(divergence, site, dimension, pairs, candidate):
+                divergence.substituted_with, divergence.deviating = name, list(engines)
+                return candidate, divergence
+        return contract, divergence
+
+    def _moved(self, divergence: Divergence, site: Site, dimension: str, pairs: list[tuple[Run, Run]], candidate: Contract) -> bool:
+        """Whether the first divergence is gone or later now; if so, the divergence is confirmed."""
+        left = self._first(dimension, pairs, candidate)
+        if left is not None and left.first.order <= site.order:
+            return False
+        divergence.confirmed, divergence.next_site = True, left.first.key if left else None
+        return True
+
+    def _reload(self, dimension: Dimension, pairs: list[tuple[Run, Run]], contract: Contract, divergence: Divergence,
+                diagnosis: Diagnosis) -> tuple[Contract, Divergence]:
+        """Weights are substituted by writing the checkpoint anew, if need be with the exact operator in place first: it may be what spoils them."""
+        attempts = [(contract, "reload", [])] + [(c, f"{name}, then reload", engines) for c, name, engines in diagnosis.substitutions()]
+        for candidate, name, bound in attempts:
+            before = self.pair.fingerprints()
+            self.pair.bind(candidate)
+            for engine in ENGINES:
+                self.progress(f"{dimension}: weights of the {engine} written anew")
+                self.pair.write_weights(engine, self.pair.holds[engine])
+            after = self.pair.fingerprints()
+            stale = [e for e in ENGINES if any(before[e][n] != after[e][n] for n in diagnosis.foreign)]
+            if self._moved(divergence, diagnosis.site, dimension, pairs, candidate):
+                divergence.substituted_with, divergence.deviating = name, list(dict.fromkeys([*stale, *bound]))
                 return candidate, divergence
         return contract, divergence
 
     def _after_weight_update(self, contract: Contract) -> None:
-        """Another checkpoint is written over the running one and back; both engines must follow, and come back."""
+        """Another checkpoint is written over the running one, then the first one back; both engines must follow."""
+        other = self.pair.directory / "other-weights"
+        if not other.exists() and not moved_checkpoint(self.pair.checkpoint, other):
+            self._note("no weight update was tried: the checkpoint is too large for a second one")
+            return
+        known = self.pair.fingerprints()
+        decode, packed = self._pairs("engine")[0]
+        runs = [Run(run.engine, run.label, MOVED, run.options) for run in (decode, packed)]
+        self.pair.fetch([(run, contract) for run in runs])
+        still = {run.engine: self.pair.trace(run, contract).prints[LOGPROB] for run in runs}
+        for weights, checkpoint in (("updated", other), ("reloaded", None)):
+            self.progress(f"comparing engine, weights {weights}")
+            self.pair.bind(contract)
+            for engine in ENGINES:
+                self.pair.write_weights(engine, checkpoint)
+            here = (Run("rollout", f"decode, weights {weights}", MOVED, decode.options, weights),
+                    Run("training", f"packed, weights {weights}", MOVED, packed.options, weights))
+            contract, _ = self._chain("engine", [here], contract, begin=max((d.order + 1 for d in self.report.divergences), default=1))
+            for run in here:
+                followed = (self.pair.trace(run, contract).prints[LOGPROB] != still[run.engine]).any()
+                if followed != (weights == "updated"):
+                    self._note(f"{run.engine}: log-probabilities " + ("do not move with the weights" if weights == "updated" else "do not come back"))
+            prints = self.pair.fingerprints()
+            names = prints["rollout"].keys() & prints["training"].keys()
+            for name in sorted(names):
+                equal = prints["rollout"][name] == prints["training"][name]
+                if not equal and known["rollout"][name] == known["training"][name]:
+                    self._note(f"{name}: the engines hold different values once weights are {weights}")
 
     def _note(self, line: str) -> None:
         if line not in self.report.notes:

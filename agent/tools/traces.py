@@ -63,10 +63,15 @@ class Trace:
         self.places = {name: tuple(self._spread(arrays[f"{name}_{what}"]) for what in ("step", "slot"))
                        for name in ("row", "head") if f"{name}_step" in arrays}
         self.dumps = {key.removeprefix("dump/"): array for key, array in arrays.items() if key.startswith("dump/")}
-        # A log-probability belongs to the row that predicts its token, the one before it.
+        if "logprob" in arrays:
+            self._place_logprobs(arrays, starts, lengths)
+
+    def _place_logprobs(self, arrays: dict[str, np.ndarray], starts: np.ndarray, lengths: Sequence[int]) -> None:
+        """A log-probability belongs to the row that predicts its token, the one before it."""
+        requests = np.asarray(self.run.requests)
+        prompts = np.asarray([lengths[i] for i in requests]) - np.bincount(arrays["request"], minlength=len(requests))
+        at = starts[requests[arrays["request"]]] + prompts[arrays["request"]] + arrays["position"] - 1
         bits = np.full(self.total, ABSENT, np.int64)
-        prompts = np.asarray([lengths[i] for i in run.requests]) - np.bincount(arrays["request"], minlength=len(run.requests))
-        at = starts[np.asarray(run.requests)[arrays["request"]]] + prompts[arrays["request"]] + arrays["position"] - 1
         bits[at] = arrays["logprob"].view(np.int32).astype(np.int64) & 0xFFFFFFFF
         self.prints[LOGPROB] = bits
         self.sites.append(Site(LOGPROB, HEAD_LAYER, "log_softmax", LOGPROB))

@@ -182,7 +182,8 @@ def kernel_classes(model) -> dict[str, str]:
 
 def memory() -> dict[str, float]:
     free, total = torch.cuda.mem_get_info()
-    return {"allocated_gib": torch.cuda.memory_allocated() / 2**30, "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "used_gib": (total - free) / 2**30}
+    used = {"allocated_gib": torch.cuda.memory_allocated(), "peak_gib": torch.cuda.max_memory_allocated(), "used_gib": total - free}
+    return {name: count / 2**30 for name, count in used.items()}
 
 
 def rollout_step(options: argparse.Namespace) -> None:
@@ -218,8 +219,8 @@ def rollout_step(options: argparse.Namespace) -> None:
         results.compare("decode alone against batched", rows_of(first, list(ALONE)), together, ALONE)
 
     def alone_by_prefill() -> None:
-        singles = torch.cat([rollout.score([i], first["token"][i:i + 1])["logprob"] for i in ALONE])
-        results.compare("prefill alone against batched", rows_of(score, list(ALONE)), {"token": first["token"][list(ALONE)], "logprob": singles}, ALONE)
+        together, singles = rows_of(score, list(ALONE)), [rollout.score([i], first["token"][i:i + 1])["logprob"] for i in ALONE]
+        results.compare("prefill alone against batched", together, {"token": together["token"], "logprob": torch.cat(singles)}, ALONE)
 
     results.guarded("decode alone against batched", alone, reserve=30)
     if score is not None:

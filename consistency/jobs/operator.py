@@ -4,6 +4,7 @@
 |---|---|---|
 | `parameters` | names | arrays `NAME`: this side's live parameters in their canonical form |
 | `probe` | case, side | per probe `{"equal", "detail"}`: as traced, same input twice, row alone, and whether `exact` gives this side's bits |
+| `build` | case, folder | fills a repro folder; answers `{"built": {"as_traced", "line", "differs", "size", ...}}` |
 | `explain` | case | `{"cause", "detail", "elements", "differing", "max_abs", "max_ulps", "deviating"}` |
 """
 
@@ -26,6 +27,10 @@ def handle(engine, step: dict) -> tuple[dict[str, torch.Tensor], dict]:
     action = step["action"]
     if action == "parameters":
         return _parameters(engine, step["names"]), {}
+    if action == "build":
+        from consistency.repro.build import build
+
+        return {}, {"built": build(Path(step["case"]), Path(step["folder"]), engine.bindings.kernels)}
     case = Case.read(Path(step["case"]))
     if action == "probe":
         return {}, {"probes": probe(case, step["side"], function_of(case, step["side"], engine.bindings))}
@@ -33,7 +38,7 @@ def handle(engine, step: dict) -> tuple[dict[str, torch.Tensor], dict]:
         from consistency.analysis import explain
 
         return {}, explain(case)
-    raise ValueError(f"unknown operator action '{action}'; known: parameters, probe, explain")
+    raise ValueError(f"unknown operator action '{action}'; known: parameters, probe, explain, build")
 
 
 def function_of(case: Case, side: int, bindings: Bindings):
@@ -47,7 +52,9 @@ def function_of(case: Case, side: int, bindings: Bindings):
 def probe(case: Case, side: int, function) -> dict[str, dict]:
     """Whether the operator gives its traced rows outside the model, the same rows twice, and the same rows without their neighbours."""
     execution = case.executions[side]
-    computed = case.tensors[f"computed@{side}"]
+    computed = torch.zeros(sum(case.lengths), dtype=torch.bool)
+    for step in execution.steps:
+        computed[case.rows(step)] = True
     try:
         once = run(case, side, function)
         again = run(case, side, function)

@@ -60,7 +60,7 @@ def _trace(training, step):
 
     recorder = Recorder([len(r["prompt"]) + len(r["tokens"]) for r in step["requests"]], step.get("dump"))
     training.trace(step["requests"], recorder, _how(step))
-    arrays, _ = training.forward(step["requests"], _how({**step, "grad": False}))
+    arrays = training.forward(step["requests"], _how({**step, "grad": False}))[0] if step.get("logprobs", True) else {}
     return {**arrays, **recorder.arrays()}, {"sites": recorder.site_list()}
 
 

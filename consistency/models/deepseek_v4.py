@@ -1,7 +1,7 @@
 """DeepSeek-V4: the published configuration cut to a slice and to a tiny model, and the checkpoint of each.
 
-The configuration keeps the field names of the published checkpoint. vLLM reads `compress_ratios`, `num_hash_layers` and `qk_rope_head_dim` as they are;
-transformers folds them into its own fields, and what it would save instead differs from release to release and is not what vLLM reads.
+The configuration keeps the field names of the published checkpoint. vLLM reads `compress_ratios`, `num_hash_layers` and `qk_rope_head_dim` as they
+are; transformers folds them into its own fields, and what it would save instead differs from release to release and is not what vLLM reads.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from consistency.models import deepseek_v4_weights as weights
 
 FLASH = {
     "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "torch_dtype": "bfloat16", "vocab_size": 129280, "hidden_size": 4096,
-    "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024,
-    "sliding_window": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
+    "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
     "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "scoring_func": "sqrtsoftplus",
     "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "hidden_act": "silu",
     "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rms_norm_eps": 1e-6,

@@ -24,17 +24,16 @@ Published tensors, with `at` = `layers.{i}.`, `r` the layer's compress ratio, `c
 | hash layers: at ffn.gate.tid2eid | [129280, 6] | int64 |
 | other layers: at ffn.gate.bias | [256] | fp32 |
 | at ffn.shared_experts.w1.weight, .w3.weight; .w2.weight | [2048, 4096]; [4096, 2048] | block FP8 |
-| at ffn.experts.{e}.w1.weight, .w3.weight; .w2.weight | [2048, 4096]; [4096, 2048] | block FP8, or MXFP4 in int8 [., K/2] |
+| at ffn.experts.{e}.w1.weight, .w3.weight; .w2.weight | [2048, 4096]; [4096, 2048] | block FP8 or MXFP4 (int8 [., K/2]) |
 
-A quantised `X.weight` has an `X.scale` beside it: one scale per 128 x 128 block, [ceil(N/128), ceil(K/128)], or per 32 values of a row, [N, K/32], for
-MXFP4. All scales are powers of two, held in float8_e8m0fnu when the experts are MXFP4 and in float32 when they are FP8.
+A quantised `X.weight` [N, K] has an `X.scale` beside it: [N/128, K/128], one per 128 x 128 block, or for MXFP4 [N, K/32], one per 32 values of a row.
+All scales are powers of two, held in float8_e8m0fnu when the experts are MXFP4 and in float32 when they are FP8.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -59,16 +58,15 @@ V = 129280 instead of the -11.8 of flat logits."""
 # ---- number formats -------------------------------------------------------------------------------------------------
 
 def scale_exponent(largest: torch.Tensor, limit: float) -> torch.Tensor:
-    """The smallest e, int32, with largest / 2^e <= limit; -127, the smallest UE8M0 exponent, for zero."""
+    """The smallest e, int32, with largest / 2^e <= limit, within the exponents that UE8M0 and normal fp32 share; the least for zero."""
     mantissa, exponent = torch.frexp(largest.float() / limit)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    return torch.where(largest == 0, -127, exponent).to(torch.int32).clamp(-127, 127)
+    return torch.where(largest == 0, -126, exponent).to(torch.int32).clamp(-126, 127)
 
 
 def _stored_scale(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype == torch.float8_e8m0fnu:
-        return (exponent + 127).to(torch.uint8).view(dtype)
-    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+    biased = exponent + 127
+    return biased.to(torch.uint8).view(dtype) if dtype == torch.float8_e8m0fnu else (biased << 23).view(torch.float32)
 
 
 def _spread(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -164,7 +162,7 @@ def entries(config: dict) -> Iterator[Entry]:
         yield from (matrix(f"{at}attn.{name}", rows, hidden) for name, rows in (("wq_a", c["q_lora_rank"]), ("wkv", dim)))
         yield matrix(f"{at}attn.wq_b", heads * dim, c["q_lora_rank"])
         yield matrix(f"{at}attn.wo_a", c["o_groups"] * c["o_lora_rank"], heads * dim // c["o_groups"], gain=2.0)
-        yield matrix(f"{at}attn.wo_b", hidden, c["o_groups"] * c["o_lora_rank"], gain=2.0)
+        yield matrix(f"{at}attn.wo_b", hidden, c["o_groups"] * c["o_lora_rank"])
         yield from (norm(f"{at}attn.{name}", size) for name, size in (("q_norm", c["q_lora_rank"]), ("kv_norm", dim)))
         yield Entry(f"{at}attn.attn_sink", (heads,), "fp32", std=0.5)
         if ratio:
@@ -243,7 +241,7 @@ def write(folder: Path, config: dict, seed: int = 0, device: str = "cpu") -> Non
         index = {"metadata": {"total_size": total + size}, "weight_map": where}
         (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         (temporary / "config.json").write_text(json.dumps(config, indent=1))
-        os.replace(temporary, folder)
+        temporary.replace(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -252,14 +250,14 @@ def write(folder: Path, config: dict, seed: int = 0, device: str = "cpu") -> Non
 
 TRANSFORMERS_NAMES: tuple[tuple[str, str], ...] = (
     (r"^embed\.", "model.embed_tokens."), (r"^head\.", "lm_head."), (r"^norm\.", "model.norm."), (r"^hc_head_", "model.hc_head.hc_"),
-    (r"^layers\.", "model.layers."), (r"\.hc_(attn|ffn)_", r".\1_hc."), (r"\.attn_norm\.", ".input_layernorm."), (r"\.ffn_norm\.", ".post_attention_layernorm."),
-    (r"\.attn\.", ".self_attn."), (r"\.ffn\.", ".mlp."), (r"\.attn_sink$", ".sinks"), (r"\.q_norm\.", ".q_a_norm."),
-    (r"\.indexer\.compressor\.", ".compressor.indexer."), (r"\.self_attn\.indexer\.wq_b\.", ".self_attn.compressor.indexer.q_b_proj."),
-    (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."), (r"(compressor.*)\.norm\.", r"\1.kv_norm."),
-    (r"\.ape$", ".position_bias"), (r"\.wq_(a|b)\.", r".q_\1_proj."), (r"\.wkv\.", ".kv_proj."), (r"\.wgate\.", ".gate_proj."),
-    (r"\.wo_(a|b)\.", r".o_\1_proj."), (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
-    (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."), (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
-    (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."))
+    (r"^layers\.", "model.layers."), (r"\.attn\.", ".self_attn."), (r"\.ffn\.", ".mlp."), (r"\.hc_(attn|ffn)_", r".\1_hc."),
+    (r"\.attn_norm\.", ".input_layernorm."), (r"\.ffn_norm\.", ".post_attention_layernorm."), (r"\.attn_sink$", ".sinks"),
+    (r"\.q_norm\.", ".q_a_norm."), (r"\.wq_(a|b)\.", r".q_\1_proj."), (r"\.wo_(a|b)\.", r".o_\1_proj."), (r"\.wkv\.", ".kv_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.ape$", ".position_bias"), (r"(compressor)\.norm\.", r"\1.kv_norm."), (r"\.indexer\.compressor\.", ".compressor.indexer."),
+    (r"\.self_attn\.indexer\.", ".self_attn.compressor.indexer."), (r"\.weights_proj\.", ".scorer.weights_proj."),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"), (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
+    (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."), (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."))
 """applied in order"""
 
 
@@ -278,7 +276,10 @@ def transformers_place(name: str, inner: int) -> tuple[str, tuple]:
 
 
 def dequantised(folder: Path, device: str = "cpu") -> Iterator[tuple[str, tuple, torch.Tensor]]:
-    """(name in transformers, index into it, values) of every tensor of a checkpoint, one at a time: what was stored in fp32 or int64 stays so, all else is bf16."""
+    """(name in transformers, index into it, values) of every tensor of a checkpoint, one at a time.
+
+    What the checkpoint stores as fp32 or int64 stays so; all else is bf16, quantised tensors exactly.
+    """
     inner = json.loads((folder / "config.json").read_text())["moe_intermediate_size"]
     where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = {file: safe_open(folder / file, "pt", device=device) for file in set(where.values())}

@@ -1,13 +1,13 @@
 """A case on disk: one operator's traced inputs, its parameters, how each side ran it, and what each side got.
 
 `case.json` and `inputs.safetensors`; tensors are `input/<argument>` [R, width], `parameter/<argument>` (`parameter@1/...` where the second side
-holds other values), and per side `output@0` [R, width] and `computed@0` bool [R]. R counts the tokens of all requests, one after the other.
+holds other values), and per side the traced rows `output@0`, `output@1` [R, width]. R counts the tokens of all requests, one after the other.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -87,5 +87,24 @@ class Case:
         return self.tensors.get(f"parameter@{side}/{name}", self.tensors.get(f"parameter/{name}"))
 
     def compared(self) -> torch.Tensor:
-        """bool [R]: rows that both executions computed."""
-        return self.tensors["computed@0"] & self.tensors["computed@1"]
+        """bool [R]: rows that both executions compute."""
+        found = torch.ones(sum(self.lengths), dtype=torch.bool)
+        for execution in self.executions:
+            mine = torch.zeros_like(found)
+            for step in execution.steps:
+                mine[self.rows(step)] = True
+            found &= mine
+        return found
+
+    def subset(self, requests: list[int]) -> Case:
+        """The same case with some of its requests, numbered anew in ascending order."""
+        keep = sorted(requests)
+        number = {old: new for new, old in enumerate(keep)}
+        offsets = self.offsets
+        rows = torch.cat([torch.arange(offsets[i], offsets[i] + self.lengths[i]) for i in keep])
+        executions = []
+        for execution in self.executions:
+            steps = [[(number[i], a, b) for i, a, b in step if i in number] for step in execution.steps]
+            executions.append(replace(execution, steps=[step for step in steps if step]))
+        tensors = {name: value if name.startswith("parameter") else value[rows] for name, value in self.tensors.items()}
+        return replace(self, lengths=[self.lengths[i] for i in keep], executions=executions, tensors=tensors)

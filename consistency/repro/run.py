@@ -61,7 +61,9 @@ class _Side:
         return self.case.parameter(name, self.side)
 
     def _positions(self) -> torch.Tensor:
-        return torch.cat([torch.arange(n) for n in self.case.lengths])
+        """Of every row in its sequence; a case that was cut to single rows keeps them as an input."""
+        kept = self.case.tensors.get("input/positions")
+        return torch.cat([torch.arange(n) for n in self.case.lengths]) if kept is None else kept
 
 
 class _Rollout(_Side):
@@ -247,9 +249,8 @@ class _Training(_Side):
 
     def _rotary(self, step):
         def call(take, layout):
-            positions = layout.positions() if layout.rows == len(self.case.rows(step)) else torch.arange(layout.width).repeat(len(step))
-            if any(a for _, a, _ in step):
-                positions = torch.cat([torch.arange(a, b) for _, a, b in step])
+            whole = "input/positions" not in self.case.tensors and not any(a for _, a, _ in step)
+            positions = layout.positions() if whole else self._positions()[self.case.rows(step)]
             q, k = self.function(positions, take("q"), take("k"), theta=self.constants["theta"], max_positions=self.constants["max_positions"])
             return torch.cat((q.flatten(1), k.flatten(1)), dim=-1)
 

@@ -117,8 +117,8 @@ def test_a_second_run_in_the_same_workspace_starts_over_from_main(tmp_path):
 
 def test_plain_lines_carry_phase_attempt_divergence_and_time(tmp_path):
     result = agent("run", "--model", "qwen3", "--workspace", tmp_path / "ws")
-    for part in ("baseline:", "localize:", "first divergence rms_norm at 000.rms_norm (engine)", "attempt 1: rms_norm=exact, linear=exact",
-                 "time left", "tokens compared 192", "mismatches 128", "full verify:"):
+    for part in (" baseline, ", " localize, ", "first divergence rms_norm at 000.rms_norm (engine)", "attempt 1: rms_norm=exact, linear=exact",
+                 "time left", "tokens compared 192", "mismatches 128", " verify, attempt 1:"):
         assert part in result.stdout, (part, result.stdout)
 
 

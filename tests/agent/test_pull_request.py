@@ -39,6 +39,7 @@ def test_every_part_a_reviewer_needs(workspace):
     assert "| batch 1 | batch | 64 of 64 | 0 of 64 |" in section(body, "Conditions")
     commands = section(body, "Check it")
     assert "agent verify --model nemotron-3.5 --scale tiny --workspace . --level full" in commands
+    assert "# full verdict: exact, 0 mismatches, 64 sampled tokens" in commands
     assert "# stock: 37 of 4096 elements differ (exit code 1)" in commands
     folders = re.findall(r"cd (repros/\S+) ", commands)
     assert folders and all((workspace.path / folder / "repro.py").exists() for folder in folders)
@@ -88,7 +89,7 @@ def test_figures_come_from_evidence_and_changed_evidence_is_refused(workspace):
 
 def test_table_cells_cannot_break_the_table(workspace):
     class Odd(FakeTools):
-        def localize(self, contract, kernels, progress, dimensions=None):
+        def localize(self, contract, kernels, progress):
             report = super().localize(contract, kernels, progress)
             return report.model_copy(update={"divergences": [d.model_copy(update={"cause_detail": "a | b\nc"}) for d in report.divergences]})
 

@@ -129,13 +129,17 @@ def test_waiting_can_be_interrupted(tmp_path):
     assert gone(session)
 
 
-def test_a_job_ends_when_its_parent_is_killed(tmp_path):
+@pytest.mark.parametrize("busy", [False, pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="needs prctl"))])
+def test_a_job_ends_when_its_parent_is_killed(tmp_path, busy):
     owner = textwrap.dedent(f"""
-        import os, pathlib, signal, sys
+        import os, pathlib, signal, sys, time
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_session import open_session
-        session = open_session(pathlib.Path({str(tmp_path)!r}))
+        from test_session import SCORE, open_session
+        session = open_session(pathlib.Path({str(tmp_path)!r}), {{"kind": "score", "fault": "hang"}})
         session.wait(session.start)
+        if {busy}:
+            session.submit(SCORE)
+            time.sleep(0.3)
         print(session._handle.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """)

@@ -12,12 +12,14 @@ import pytest
 from fake_job import FakeSandbox
 
 from agent import plan
+from agent.checkpoint import seeded
 from agent.draw import Draw
 from agent.errors import JobFailed, UserError
 from agent.model_facts import ModelFacts, read_facts
 from agent.tools.verify import VerifyRequest, verify
 from consistency.conditions import MATRICES, REQUIRED, Probe, RequestSet
 from consistency.contract import Contract
+from consistency.models.catalog import FAMILIES
 
 EXACT = Contract({"linear": "exact"}, {"linear": "exact"})
 
@@ -298,3 +300,21 @@ def test_groups_cover_every_request_once():
     step = plan.scoring_step(Probe("rollout", "replay", together=7), prompts, {i: [1, 2] for i in range(17)}, model)
     assert step["groups"] == [list(range(7)), list(range(7, 14)), [14, 15, 16]]
     assert "chunk" not in step and "layout" not in step
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", FAMILIES)
+def test_real_engines(tmp_path, family):
+    """The stock engines differ, the exact contract makes them equal, and the control notices one ulp in both cases."""
+    def measure(name, contract):
+        request = VerifyRequest(family=family, checkpoint=seeded(family, "tiny"), contract=contract, level="quick", directory=tmp_path / name)
+        return verify(request)
+
+    exact = dict.fromkeys(FAMILIES[family].operators, "exact")
+    stock, candidate = measure("stock", Contract()), measure("exact", Contract(exact, exact))
+    for report in (stock, candidate):
+        assert not report.verdict.void, report.verdict.reasons
+        assert all(control.mismatches > 0 for control in report.controls)
+    assert stock.baseline is not None and stock.baseline.mismatches > 0.9 * stock.verdict.tokens and 1e-3 < stock.baseline.max_abs < 1
+    assert candidate.verdict.exact, candidate.verdict
+    assert not children()

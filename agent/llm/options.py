@@ -1,0 +1,78 @@
+"""What the command line says about the model, on top of consistency.toml; and the one question about it."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rich.console import Console
+
+from agent.llm.prices import known_models
+from agent.llm.settings import LlmSettings
+from agent.llm.spec import KEYS, check_policy, policy_from_spec
+from agent.policies import Policy
+from agent.workspace import Workspace
+
+LIMITS = ("steps", "usd", "tokens", "gpu_seconds")
+
+
+@dataclass(frozen=True)
+class LlmOptions:
+    """None leaves a limit to the workspace's settings."""
+
+    price: str | None = None
+    approve: bool = False
+    steps: int | None = None
+    usd: float | None = None
+    tokens: int | None = None
+    gpu_seconds: float | None = None
+
+    def over(self, configured: LlmSettings, minutes: float | None) -> LlmSettings:
+        """The settings of this call. `minutes` is the wall clock of the whole call, which a request must not outlast either."""
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name in LIMITS}
+        limits = configured.limits.model_copy(update={name: value for name, value in given.items() if value is not None})
+        if limits.minutes is None:
+            limits = limits.model_copy(update={"minutes": minutes})
+        return configured.model_copy(update={"limits": limits})
+
+    def policy(self, name: str, workspace: Workspace, run: str, minutes: float | None, console: Console) -> Policy:
+        """The policy of a run that has begun, asking a person before each patch if that was wanted."""
+        from agent.llm.approval import Approved, Asker
+        from agent.policies.hybrid import Hybrid
+        from agent.policies.llm import LlmPolicy
+
+        asker = Asker(console, workspace.tree(run, "main")) if self.approve else None
+        settings = self.over(workspace.settings.llm, minutes)
+        made = policy_from_spec(name, workspace=workspace, run=run, settings=settings, price=self.price, approve=asker)
+        if asker is None or isinstance(made, LlmPolicy):
+            return made
+        if isinstance(made, Hybrid):
+            made.first = Approved(made.first, asker)
+            return made
+        return Approved(made, asker)
+
+
+def ask_policy(settings: LlmSettings, console: Console, environment: Mapping[str, str] = os.environ, ask: Callable[[str], str] = input) -> str | None:
+    """With a provider's key in the environment and a person at the terminal: who picks the steps in a new workspace. None: nobody to ask.
+
+    Raises UserError on an answer that is no usable policy.
+    """
+    providers = [kind for kind, variable in KEYS.items() if environment.get(variable, "").strip()]
+    if not providers or (ask is input and not sys.stdin.isatty()):
+        return None
+    offers = ["playbook", *(f"hybrid:{model}" for model in known_models() if model.partition(":")[0] in providers)]
+    console.print(f"{' and '.join(KEYS[kind] for kind in providers)} set. Who picks the steps of this workspace's runs?")
+    for number, offer in enumerate(offers):
+        console.print(f"  {number}  {offer}", highlight=False)
+    answer = ask("number, or any --policy [0] ").strip() or "0"
+    return check_policy(offers[int(answer)] if answer.isdecimal() and int(answer) < len(offers) else answer, settings, environment=environment)
+
+
+def trajectory_of(workspace: Workspace, run: str) -> Path | None:
+    """The folder of a run's trajectory, if a model had a part in it."""
+    from agent.llm.trajectory import FOLDER
+    from agent.state import folder
+
+    place = folder(workspace, run)
+    return place if (place / FOLDER / "header.json").exists() else None

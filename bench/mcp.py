@@ -1,0 +1,157 @@
+"""Figures of the MCP server: start to tool list, idle memory, a status call with 50 clients, cancellation: `python -m bench.mcp`.
+
+No engine runs; the tools are the stand-in of `agent.mcp.fakes`. Figures mean something only on a machine with nothing else to do.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import httpx2
+
+from agent.mcp.fakes import FakeTool
+from agent.mcp.jobs import Call, Jobs
+
+CLIENTS = 50
+TOKEN = "a-token-for-this-benchmark"
+META = {"io.modelcontextprotocol/protocolVersion": "2026-07-28", "io.modelcontextprotocol/clientCapabilities": {},
+        "io.modelcontextprotocol/clientInfo": {"name": "bench", "version": "1"}}
+SERVE = """
+import sys; from pathlib import Path; from agent.server import serve; from agent.mcp.fakes import FakeTool
+serve(http=True, port=0, state=Path(sys.argv[1]), command=FakeTool(Path(sys.argv[2])).command)
+"""
+
+
+def request(method: str, **params) -> dict:
+    return {"jsonrpc": "2.0", "id": 1, "method": method, "params": {**params, "_meta": META}}
+
+
+def start_to_tool_list(state: Path, rounds: int) -> tuple[list[float], float]:
+    """Seconds from the start of the process to its answer on stdio, per round, and the resident memory of the last one in MiB."""
+    times, resident = [], 0.0
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        server = subprocess.Popen([sys.executable, "-m", "agent.server", "--state", str(state)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert server.stdin and server.stdout
+        server.stdin.write(json.dumps(request("tools/list")).encode() + b"\n")
+        server.stdin.flush()
+        assert len(json.loads(server.stdout.readline())["result"]["tools"]) == 8
+        times.append(time.perf_counter() - begun)
+        time.sleep(1)
+        resident = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        server.stdin.close()
+        server.wait()
+    return times, resident
+
+
+async def status_calls(address: str, pause: float, calls: int) -> list[float]:
+    """Seconds of each status call; every client asks `calls` times with `pause` seconds between, 0 for all at once."""
+    times: list[float] = []
+
+    async def one(number: int, link: httpx2.AsyncClient) -> None:
+        async def tool(name: str, **given) -> dict:
+            headers = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json, text/event-stream", "Mcp-Method": "tools/call",
+                       "MCP-Protocol-Version": "2026-07-28", "Mcp-Name": name}
+            answer = await link.post(address, json=request("tools/call", name=name, arguments=given), headers=headers)
+            return json.loads(answer.text.rpartition("data: ")[2])["result"]["structuredContent"]
+
+        job = (await tool("verify", model="qwen3", wait_s=0))["job_id"]
+        await asyncio.sleep(pause * number / CLIENTS)
+        for _ in range(calls):
+            begun = time.perf_counter()
+            await tool("job_status", job_id=job)
+            times.append(time.perf_counter() - begun)
+            await asyncio.sleep(pause)
+
+    async with httpx2.AsyncClient(timeout=60, limits=httpx2.Limits(max_connections=CLIENTS, max_keepalive_connections=CLIENTS)) as link:
+        await asyncio.gather(*(one(number, link) for number in range(CLIENTS)))
+    return times
+
+
+def cancellation(place: Path, rounds: int) -> list[float]:
+    """Seconds until a command, its child and its grandchild are gone, all of which ignore SIGTERM."""
+    (place / "stubborn").mkdir()
+    fake = FakeTool(place / "stubborn")
+    fake.behave(stubborn=True, seconds=600)
+    jobs, times = Jobs(place / "cancel", fake.command), []
+    for number in range(rounds):
+        (fake.folder / "pids").unlink(missing_ok=True)
+        job = jobs.submit(Call("verify", lambda _, n=number: ["verify", f"--n={n}"], "cpu", place))
+        while len(fake.pids) < 2:
+            time.sleep(0.01)
+        begun = time.perf_counter()
+        jobs.cancel(job.record.id)
+        times.append(time.perf_counter() - begun)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in fake.pids)
+    return times
+
+
+def over_http(place: Path) -> tuple[list[float], list[float]]:
+    (place / "fake").mkdir()
+    fake = FakeTool(place / "fake")
+    fake.behave(seconds=600)
+    server = subprocess.Popen([sys.executable, "-c", SERVE, str(place / "http"), str(fake.folder)], stderr=subprocess.PIPE, text=True,
+                              env={**os.environ, "AGENT_MCP_TOKEN": TOKEN, "CUDA_VISIBLE_DEVICES": ""})
+    assert server.stderr
+    address = server.stderr.readline().split()[2].rstrip(",")
+    try:
+        return asyncio.run(status_calls(address, 1.0, 10)), asyncio.run(status_calls(address, 0.0, 5))
+    finally:
+        server.terminate()
+        server.wait()
+        jobs = Jobs(place / "http")
+        for job in jobs.newest(9):
+            jobs.cancel(job.record.id)
+
+
+def milliseconds(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {"median": round(statistics.median(ordered) * 1000, 1), "p95": round(ordered[int(len(ordered) * 0.95)] * 1000, 1),
+            "longest": round(ordered[-1] * 1000, 1), "calls": len(ordered)}
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/mcp.json"))
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        starts, resident = start_to_tool_list(place / "stdio", 5)
+        paced, burst = over_http(place)
+        cancels = cancellation(place, 5)
+    figures = {
+        "start to tool list, s": {"median": round(statistics.median(starts), 2), "least": round(min(starts), 2), "starts": len(starts)},
+        "idle memory, MiB": round(resident, 1),
+        f"status call, {CLIENTS} clients once a second, ms": milliseconds(paced),
+        f"status call, {CLIENTS} clients without a pause, ms": milliseconds(burst),
+        "cancel a command, its child and its grandchild that ignore SIGTERM, ms": milliseconds(cancels),
+    }
+    result = {
+        "command": "python -m bench.mcp", "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "hardware": {"processor": processor(), "cores": os.cpu_count(), "load before": round(load, 2)},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("mcp", "pydantic", "uvicorn", "starlette")}},
+        "figures": figures,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
