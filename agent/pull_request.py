@@ -54,7 +54,8 @@ def write(workspace: Workspace, state: RunState) -> str:
     final = evidence.documents["final"] if state.final else evidence.attempts("kept")[-1]["verify"]
     sections = [
         _title(state, final), _claim(state, stock, final), _causes(evidence), _numbers(stock, final), _conditions(stock, final),
-        _commands(state, final, evidence), _environment(final), _dropped(evidence), _controls(final), _limits(state, final), _provenance(state, evidence)]
+        _commands(state, final, evidence), _environment(final), _dropped(evidence), _controls(final), _limits(state, final),
+        _provenance(state, evidence)]
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -80,6 +81,9 @@ def serve(*, http: bool = False, host: str = HOST, port: int = PORT, allowed_hos
     `command` takes the place of the command line of this package. Raises UserError if the HTTP server cannot be set up safely.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # There is nothing to put in order, and the thread that reads stdin would keep a polite exit waiting for the client.
+        signal.signal(number, signal.SIG_DFL)
     if not http:
         build(state, command=command).run()
         return

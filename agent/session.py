@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -93,6 +94,7 @@ class Session:
         self.step_timeout = step_timeout
         self.started: dict[str, Any] = {}
         self._next = 0
+        self._end_by: float | None = None
         self._last_answer = time.monotonic()
         for folder in ("steps", "out"):
             (self.directory / folder).mkdir(parents=True)
@@ -180,12 +182,21 @@ class Session:
             self.wait(self.start, on_wait)
         return self.wait(self.submit(step, timeout), on_wait)
 
+    def end(self) -> None:
+        """Asks the job to end after the steps it was given; does not wait for it."""
+        if self._end_by is None and self._handle.poll() is None:
+            self.submit({"kind": "end"})
+            self._end_by = time.monotonic() + GRACE_SECONDS
+
+    def ended(self) -> bool:
+        """Whether a job that was asked to end is gone, or has had its time to go."""
+        return self._handle.poll() is not None or time.monotonic() > (self._end_by or math.inf)
+
     def close(self, gently: bool = True) -> None:
         """Ends the job: by its `end` step if `gently`, and by force if that takes too long. Harmless when it is gone already."""
-        if gently and self._handle.poll() is None:
-            self.submit({"kind": "end"})
-            deadline = time.monotonic() + GRACE_SECONDS
-            while self._handle.poll() is None and time.monotonic() < deadline:
+        if gently:
+            self.end()
+            while not self.ended():
                 time.sleep(0.01)
         self._handle.kill()
 

@@ -1,6 +1,8 @@
 """What a run calls: the tools as one object, so that a stand-in can take their place."""
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +37,9 @@ class Tools(Protocol):
 
 def make_repros(tools: Tools, wanted: list[tuple[Divergence, Path]], kernels: Path, progress: Progress) -> list[ReproReport]:
     """Make folders and run them once they are whole; a folder counts as a repro only if it fails on its own."""
-    reports = [tools.repro(divergence, directory, kernels, progress) for divergence, directory in wanted]
+    # Each is cut down in a process of its own, and most of that is importing torch.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        reports = list(pool.map(lambda pair: tools.repro(pair[0], pair[1], kernels, progress), wanted))
     codes = tools.check_repros([directory for _, directory in wanted], None, kernels)
     return [report.model_copy(update={"exit_code": code, "reproduced": report.reproduced and code == 1})
             for report, code in zip(reports, codes, strict=True)]

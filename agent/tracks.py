@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 Track = Generator[Callable[[], bool], None, None]
 """A conversation: it yields what it waits for, and goes on once that returns true."""
 
-NAP_SECONDS = 0.005
+NAP_SECONDS = 0.01
 
 
 def run_tracks(tracks: Iterable[Track], slots: int, on_wait: Callable[[], None] = lambda: None) -> None:

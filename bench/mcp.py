@@ -36,9 +36,9 @@ def request(method: str, **params) -> dict:
     return {"jsonrpc": "2.0", "id": 1, "method": method, "params": {**params, "_meta": META}}
 
 
-def start_to_tool_list(state: Path, rounds: int) -> tuple[list[float], float]:
-    """Seconds from the start of the process to its answer on stdio, per round, and the resident memory of the last one in MiB."""
-    times, resident = [], 0.0
+def start_to_tool_list(state: Path, rounds: int) -> tuple[list[float], list[float], float]:
+    """Seconds from the start of the process to its answer on stdio, its processor time until then, and the memory of the last one in MiB."""
+    times, used, resident = [], [], 0.0
     for _ in range(rounds):
         begun = time.perf_counter()
         server = subprocess.Popen([sys.executable, "-m", "agent.server", "--state", str(state)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -47,11 +47,12 @@ def start_to_tool_list(state: Path, rounds: int) -> tuple[list[float], float]:
         server.stdin.flush()
         assert len(json.loads(server.stdout.readline())["result"]["tools"]) == 8
         times.append(time.perf_counter() - begun)
+        used.append(processor_seconds(server.pid))
         time.sleep(1)
         resident = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
         server.stdin.close()
         server.wait()
-    return times, resident
+    return times, used, resident
 
 
 async def status_calls(address: str, pause: float, calls: int) -> list[float]:
@@ -96,7 +97,8 @@ def cancellation(place: Path, rounds: int) -> list[float]:
     return times
 
 
-def over_http(place: Path) -> tuple[list[float], list[float]]:
+def over_http(place: Path) -> tuple[list[float], list[float], float]:
+    """Seconds of each status call, paced and at once, and the server's processor time per call."""
     (place / "fake").mkdir()
     fake = FakeTool(place / "fake")
     fake.behave(seconds=600)
@@ -105,7 +107,9 @@ def over_http(place: Path) -> tuple[list[float], list[float]]:
     assert server.stderr
     address = server.stderr.readline().split()[2].rstrip(",")
     try:
-        return asyncio.run(status_calls(address, 1.0, 10)), asyncio.run(status_calls(address, 0.0, 5))
+        before = processor_seconds(server.pid)
+        paced, burst = asyncio.run(status_calls(address, 1.0, 10)), asyncio.run(status_calls(address, 0.0, 5))
+        return paced, burst, (processor_seconds(server.pid) - before) / len(paced + burst)
     finally:
         server.terminate()
         server.wait()
@@ -120,6 +124,19 @@ def milliseconds(times: list[float]) -> dict[str, float]:
             "longest": round(ordered[-1] * 1000, 1), "calls": len(ordered)}
 
 
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def additions() -> float:
+    """How fast this machine is just now; about 0.5 s on an idle server core."""
+    begun, total = time.perf_counter(), 0
+    for number in range(10_000_000):
+        total += number
+    return round(time.perf_counter() - begun, 2)
+
+
 def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -129,22 +146,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/results/mcp.json"))
     options = parser.parse_args()
-    load = os.getloadavg()[0]
+    load, speed = os.getloadavg()[0], additions()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        starts, resident = start_to_tool_list(place / "stdio", 5)
-        paced, burst = over_http(place)
+        starts, used, resident = start_to_tool_list(place / "stdio", 5)
+        paced, burst, per_call = over_http(place)
         cancels = cancellation(place, 5)
     figures = {
-        "start to tool list, s": {"median": round(statistics.median(starts), 2), "least": round(min(starts), 2), "starts": len(starts)},
+        "start to tool list, s": {"median": round(statistics.median(starts), 2), "least": round(min(starts), 2), "starts": len(starts),
+                                    "processor time": round(statistics.median(used), 2)},
         "idle memory, MiB": round(resident, 1),
         f"status call, {CLIENTS} clients once a second, ms": milliseconds(paced),
         f"status call, {CLIENTS} clients without a pause, ms": milliseconds(burst),
+        "processor time of the server per status call, ms": round(per_call * 1000, 2),
         "cancel a command, its child and its grandchild that ignore SIGTERM, ms": milliseconds(cancels),
     }
     result = {
         "command": "python -m bench.mcp", "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "hardware": {"processor": processor(), "cores": os.cpu_count(), "load before": round(load, 2)},
+        "hardware": {"processor": processor(), "cores": os.cpu_count(), "load before": round(load, 2), "ten million additions in Python, s": speed},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("mcp", "pydantic", "uvicorn", "starlette")}},
         "figures": figures,
     }

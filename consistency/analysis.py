@@ -14,10 +14,12 @@ import torch
 from consistency.layout import Layout
 from consistency.operators import catalog
 from consistency.repro.case import Case
-from consistency.variants import Form, forms
+from consistency.variants import Form, forms, twins
 
 GROSS_ULPS = 64.0
 """where the distance to a form is cut off"""
+OWN_FORM = 0.02
+"""with fewer unequal elements a side has the contract's form, whatever else comes close too"""
 ENOUGH_ROWS = 150
 """unequal rows that are compared with the forms"""
 GROSS_FIT = 4.0
@@ -89,13 +91,15 @@ def explain(case: Case) -> dict:
     """
     rows = case.compared()
     a, b = case.tensors["output@0"], case.tensors["output@1"]
-    if a.dtype != b.dtype:
-        wide = torch.promote_types(a.dtype, b.dtype)
-        a, b = a.to(wide), b.to(wide)
+    types = [str(t.dtype).removeprefix("torch.") for t in (a, b)]
+    wide = torch.promote_types(a.dtype, b.dtype)
+    a, b = a.to(wide), b.to(wide)
     found = numbers(a[rows], b[rows])
     changed = sorted(n.removeprefix("parameter@1/") for n in case.tensors if n.startswith("parameter@1/"))
     if changed:
         return {**found, "cause": "other input", "detail": f"the two sides hold other values of {', '.join(changed)}", "deviating": None}
+    if types[0] != types[1]:
+        return {**found, "cause": "extra rounding", "detail": f"the first side's result is {types[0]}, the second's {types[1]}", "deviating": None}
     finite = [bool(torch.isfinite(t[rows].float()).all()) for t in (a, b)]
     if not all(finite) and case.operator != "log_softmax":
         return {**found, "cause": "uninitialised", "detail": "values that are not finite", "deviating": finite.index(False)}
@@ -122,6 +126,8 @@ def best_fit(case: Case, side: int, value: torch.Tensor, rows: torch.Tensor) -> 
                         float((value[rows] != form.last(wanted, value.dtype)).float().mean())))
     own = fits[0]
     best = min(fits, key=lambda fit: (fit.far, fit.unequal))
+    if own.unequal < OWN_FORM:
+        return own, own
     return (best if best.far < 0.8 * own.far or best.unequal < 0.5 * own.unequal else own), own
 
 
@@ -144,29 +150,38 @@ def _sample(case: Case, outputs: Outputs, rows: torch.Tensor) -> tuple[Case, Out
 
 def by_form(case: Case, outputs: Outputs, rows: torch.Tensor) -> dict:
     """The cause by the forms that the two sides come closest to; if that is the same form, by how they lie around it."""
-    case, outputs, rows = _sample(case, outputs, rows)
-    a, b = outputs
-    unequal = rows & (a != b).any(-1)
+    part, sampled, sampled_rows = _sample(case, outputs, rows)
+    unequal = sampled_rows & (sampled[0] != sampled[1]).any(-1)
     # Rows that are equal on both sides say nothing about what differs.
-    fits = [best_fit(case, side, value, unequal) for side, value in enumerate(outputs)]
-    (fit_a, own_a), (fit_b, own_b) = fits
-    same_engine = case.executions[0].engine == case.executions[1].engine
-    if fit_a.form.label != fit_b.form.label and max(fit_a.far, fit_b.far) < GROSS_FIT:
-        off = 0 if fit_a.form.kind and not fit_b.form.kind else 1
-        chosen, other = fits[off][0], fits[1 - off][0]
-        if chosen.form.kind:
-            right = f" (the other: {other.form.label})" if other.form.kind else ""
-            return {"cause": chosen.form.kind, "deviating": off, "detail": f"{chosen.form.label}{right}; this form gives "
-                    f"{1 - chosen.unequal:.1%} of its elements, the contract's gives {1 - fits[off][1].unequal:.1%}"}
+    (fit_a, own_a), (fit_b, own_b) = (best_fit(part, side, value, unequal) for side, value in enumerate(sampled))
     if max(fit_a.far, fit_b.far) >= GROSS_FIT:
-        off = int(fit_b.far >= fit_a.far)
-        if min(fit_a.far, fit_b.far) >= GROSS_FIT:
-            return {"cause": "other input", "deviating": None, "detail": f"both sides are {fit_a.far:.0f} and {fit_b.far:.0f} ulps from every known "
-                    "form: a value from outside the row, such as a scale of the whole call, enters it"}
-        return {"deviating": off, **_gross(case, outputs[off], reference(case, off), unequal)}
-    detail = "the same form on both sides, sums taken in another order" + (" in another schedule" if same_engine else "")
-    return {"cause": "reduction order", "deviating": None if same_engine else int(own_b.unequal >= own_a.unequal),
-            "detail": f"{detail}; {fit_a.unequal:.1%} and {fit_b.unequal:.1%} of the elements lie off the form '{fit_a.form.label}'"}
+        return _gross(case, outputs, rows & (outputs[0] != outputs[1]).any(-1), (fit_a.far, fit_b.far))
+    if fit_a.form.label != fit_b.form.label:
+        off = 0 if fit_a.form.kind and not fit_b.form.kind else 1
+        chosen, own, other = ((fit_a, own_a, fit_b), (fit_b, own_b, fit_a))[off]
+        right = f" (the other: {other.form.label})" if other.form.kind else ""
+        return {"cause": chosen.form.kind, "deviating": off, "detail": f"{chosen.form.label}{right}; this form gives {1 - chosen.unequal:.1%} of "
+                f"its elements, the contract's gives {1 - own.unequal:.1%}"}
+    if fit_a.form.by_call:
+        return {"cause": fit_a.form.kind, "deviating": None, "detail": f"{fit_a.form.label}; this form gives {1 - fit_a.unequal:.1%} and "
+                f"{1 - fit_b.unequal:.1%} of the elements"}
+    return _small(part, sampled, unequal, (fit_a, fit_b))
+
+
+def _small(case: Case, outputs: Outputs, unequal: torch.Tensor, fits: tuple[Fit, Fit]) -> dict:
+    """Two sides of one form: whose arithmetic is known, or who lies further from the form."""
+    names = []
+    for side, value in enumerate(outputs):
+        twin = next((t for t in twins(case, side) if torch.equal(t.rows()[unequal].to(value.dtype), value[unequal])), None)
+        names.append(twin)
+    for off in (1, 0):
+        twin, own = names[off], names[1 - off]
+        if twin is not None and twin.kind and own is not None and not own.kind:
+            return {"cause": twin.kind, "deviating": off, "detail": f"{twin.label}; the two formulas give every unequal row bit for bit"}
+    same_engine = case.executions[0].engine == case.executions[1].engine
+    return {"cause": "reduction order", "deviating": None if same_engine else int(fits[1].unequal >= fits[0].unequal),
+            "detail": "the same form on both sides, sums taken in another order" + (" in another schedule" if same_engine else "")
+            + f"; {fits[0].unequal:.1%} and {fits[1].unequal:.1%} of the elements lie off the form '{fits[0].form.label}'"}
 
 
 def _ulps(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -175,30 +190,71 @@ def _ulps(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return (value.double() - exact).abs() / unit(scale, value.dtype)
 
 
-def _gross(case: Case, value: torch.Tensor, exact: torch.Tensor, unequal: torch.Tensor) -> dict:
-    """What a side with errors far above rounding computed instead."""
+def _gross(case: Case, outputs: Outputs, unequal: torch.Tensor, far: tuple[float, float]) -> dict:
+    """What a side holds whose errors are far above rounding: another row, a scaled one, a renormalised one, or nothing at all."""
+    exact = reference(case)
     bad = torch.nonzero(unequal)[:, 0]
-    wanted = exact.to(value.dtype)
-    # The row of another token: stale or shifted.
-    keys = {tuple(r): i for i, r in enumerate(wanted.view(_INTEGERS[wanted.element_size()])[:, :16].tolist())}
-    foreign = [keys.get(tuple(r)) for r in value[bad].view(_INTEGERS[value.element_size()])[:, :16].tolist()]
-    hits = [(int(i), j) for i, j in zip(bad.tolist(), foreign, strict=True) if j is not None and j != int(i)]
-    if len(hits) > len(bad) // 2:
-        shifts = {i - j for i, j in hits}
-        if len(shifts) == 1:
-            return {"cause": "semantics", "detail": f"every row holds the result of the row {-next(iter(shifts)):+d} from it"}
-        return {"cause": "stale state", "detail": f"{len(hits)} of {len(bad)} rows hold the result of another row"}
-    ratio = value[bad].double() / exact[bad].where(exact[bad].abs() > 1e-6, torch.nan)
-    ratio = ratio[torch.isfinite(ratio)]
-    if len(ratio) > 8:
-        middle = ratio.median()
-        spread = (ratio / middle - 1).abs().quantile(0.9) if middle.abs() > 1e-6 else torch.tensor(1.0)
-        if spread < 0.02 and (middle - 1).abs() > 0.02:
-            return {"cause": "semantics", "detail": f"results are the right ones times {float(middle):.4g}: a scale is missing or applied twice"}
+    sides = [side for side in (1, 0) if far[side] >= GROSS_FIT]
+    sides.sort(key=lambda side: -far[side])
+    for look in (_foreign_row, _scaled, _renormalised, _unrelated):
+        for side in sides:
+            if (said := look(outputs[side], exact, bad)) is not None:
+                return {"deviating": side if len(sides) == 1 else None, **said}
+    if len(sides) == 2:
+        return {"cause": "other input", "deviating": None, "detail": f"both sides are {far[0]:.0f} and {far[1]:.0f} units in the last place from "
+                "every known form: a value from outside the row enters it"}
+    first = min(int(i) - max(o for o in case.offsets if o <= int(i)) for i in bad)
+    return {"cause": "semantics", "deviating": sides[0], "detail": f"another formula, first at position {first}; the mean distance to every known "
+            f"form is {far[sides[0]]:.0f} units in the last place, with 64 as the most that counts"}
+
+
+def _foreign_row(value: torch.Tensor, exact: torch.Tensor, bad: torch.Tensor) -> dict | None:
+    """Rows that are right, but for another token."""
+    scale = exact.abs().mean()
+    probe = exact[:, :64] / scale
+    distance = torch.cdist(value[bad][:, :64].double().nan_to_num(neginf=-1e4) / scale, probe)
+    nearest = distance.argmin(-1)
+    hits = (distance.gather(-1, nearest[:, None])[:, 0] < 0.02 * probe.shape[1] ** 0.5) & (nearest != bad)
+    if float(hits.double().mean()) < 0.5:
+        return None
+    shifts = (nearest - bad)[hits].unique().tolist()
+    if len(shifts) == 1:
+        return {"cause": "semantics", "detail": f"{int(hits.sum())} of {len(bad)} unequal rows hold the result of the row {shifts[0]:+d} from them"}
+    return {"cause": "stale state", "detail": f"{int(hits.sum())} of {len(bad)} unequal rows hold the result of another row"}
+
+
+def _scaled(value: torch.Tensor, exact: torch.Tensor, bad: torch.Tensor) -> dict | None:
+    """Rows that are right up to one factor."""
+    x, y = value[bad].double(), exact[bad]
+    usable = torch.isfinite(x) & (y.abs() > 0.05 * y.abs().mean())
+    if not usable.all(-1).any() and float(usable.double().mean()) < 0.5:
+        return None
+    ratio = (x / y)[usable]
+    middle = ratio.median()
+    if len(ratio) < 8 or (ratio - middle).abs().quantile(0.95) > 0.02 * middle.abs() or (middle - 1).abs() < 0.02:
+        return None
+    return {"cause": "semantics", "detail": f"results are the right ones times {float(middle):.4g}: a scale is missing or applied twice"}
+
+
+def _renormalised(value: torch.Tensor, exact: torch.Tensor, bad: torch.Tensor) -> dict | None:
+    """Log-probabilities from which some tokens were taken out and the rest normalised again."""
+    gone = torch.isneginf(value[bad])
+    if not gone.any():
+        return None
+    gap = (value[bad].double() - exact[bad]).masked_fill(gone, torch.nan)
+    middle = gap.nanmedian(-1, keepdim=True).values
+    if not bool(((gap - middle).abs().nan_to_num(0.0) < 1e-3).all()):
+        return None
+    return {"cause": "semantics", "detail": f"{float((~gone).double().sum(-1).mean()):.0f} tokens of {gone.shape[1]} are left on average and are "
+            f"normalised again, by {float(middle.mean()):.3g} nats: top-p or top-k on one side"}
+
+
+def _unrelated(value: torch.Tensor, exact: torch.Tensor, bad: torch.Tensor) -> dict | None:
+    """Values that have nothing to do with the inputs."""
     x, y = value[bad].double().flatten(), exact[bad].flatten()
-    correlation = float(torch.corrcoef(torch.stack((x, y)))[0, 1]) if len(x) > 2 and x.std() > 0 else 0.0
-    if abs(correlation) < 0.1:
-        return {"cause": "uninitialised", "detail": f"values without relation to the inputs (correlation {correlation:.2f})"}
-    offsets = case.offsets
-    positions = sorted({int(i) - max(o for o in offsets if o <= int(i)) for i in bad.tolist()})
-    return {"cause": "semantics", "detail": f"another formula (correlation {correlation:.2f}), first at position {positions[0]}"}
+    x = x.sign() * x.abs().log1p()
+    y = y.sign() * y.abs().log1p()
+    correlation = float(torch.corrcoef(torch.stack((x, y)))[0, 1]) if len(x) > 2 and x.std() > 0 and y.std() > 0 else 0.0
+    if abs(correlation) > 0.1:
+        return None
+    return {"cause": "uninitialised", "detail": f"values without relation to the inputs (correlation {correlation:.2f})"}

@@ -24,6 +24,8 @@ class Form:
     label: str
     rows: Callable[[], torch.Tensor]
     """output rows in fp64 [R, width], the last rounding left out"""
+    by_call: bool = False
+    """its rows depend on which rows share a call"""
     truncates: bool = False
     """the last rounding is towards zero, as vLLM's kernels do on processors without bf16 instructions"""
 
@@ -59,6 +61,16 @@ def _borders(case: Case, execution: Execution) -> list[list[int]]:
         for request, start, stop in step:
             if start and stop - start > 1:
                 found[request].append(start)
+    return found
+
+
+def _single(case: Case, execution: Execution) -> list[set[int]]:
+    """Per request, positions that are decoded one by one."""
+    found: list[set[int]] = [set() for _ in case.lengths]
+    for step in execution.steps:
+        for request, start, stop in step:
+            if start and stop - start == 1:
+                found[request].add(start)
     return found
 
 
@@ -109,7 +121,8 @@ def _linear(case, execution, i, p):
     yield Form("other input", "the halves of the weight are swapped", lambda: x @ torch.cat((weight[half:], weight[:half])).t())
     if weight.shape[0] == weight.shape[1]:
         yield Form("other input", "the weight is transposed", lambda: x @ weight)
-    yield Form("other input", "the input is quantised with one scale for the whole call (fp8)", lambda: _call_scaled(case, execution, x) @ weight.t())
+    yield Form("other input", "the input is quantised with one scale for the whole call (fp8)", lambda: _call_scaled(case, execution, x) @ weight.t(),
+               by_call=True)
 
 
 def _call_scaled(case: Case, execution: Execution, x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +130,7 @@ def _call_scaled(case: Case, execution: Execution, x: torch.Tensor) -> torch.Ten
     for step in execution.steps:
         rows = case.rows(step)
         scale = x[rows].abs().max().clamp_min(1e-12) / 448.0
-        out[rows] = (x[rows] / scale).float().to(torch.float8_e4m3fn).double() * scale
+        out[rows] = r((x[rows] / scale).float().to(torch.float8_e4m3fn).double() * scale)
     return out
 
 
@@ -146,7 +159,7 @@ def _rotary(case, execution, i, p):
     yield Form("extra rounding", "cos and sin are not rounded to bf16", form(table=lambda x: x))
     for shift in (1, -1):
         for truncates in (True, False):
-            yield Form("semantics", f"positions are off by {shift:+d}", form(shift=shift), truncates)
+            yield Form("semantics", f"positions are off by {shift:+d}", form(shift=shift), truncates=truncates)
     yield Form("semantics", "neighbouring columns are paired instead of halves", form(interleaved=True))
     for base in (1e4, 1e6):
         if base != theta:
@@ -180,12 +193,12 @@ def _attention(case, execution, i, p):
     yield Form("extra rounding", "softmax weights kept in fp32, the result rounded to nearest", form())
     yield Form("extra rounding", "softmax weights are rounded to bf16 after they are normalised", form(probabilities=r, late=False))
     yield Form("extra rounding", "scores are rounded to bf16 before the softmax", form(scores=r, probabilities=r, late=False))
-    yield Form("semantics", "the causal mask lets each token see the next one", form(offset=1), True)
-    yield Form("semantics", "the causal mask hides each token from itself", form(offset=-1), True)
-    yield Form("semantics", "scores are not scaled", form(scale_=1.0), True)
+    yield Form("semantics", "the causal mask lets each token see the next one", form(offset=1), truncates=True)
+    yield Form("semantics", "the causal mask hides each token from itself", form(offset=-1), truncates=True)
+    yield Form("semantics", "scores are not scaled", form(scale_=1.0), truncates=True)
     for size in (16, 32, 64):
         if max(case.lengths) > size:
-            yield Form("semantics", f"keys further back than {size} tokens are dropped", form(window=size), True)
+            yield Form("semantics", f"keys further back than {size} tokens are dropped", form(window=size), truncates=True)
 
 
 def _silu_and_mul(case, execution, i, p):
@@ -225,7 +238,7 @@ def _causal_conv1d(case, execution, i, p):
                             if cut:
                                 part[row] = 0
                             elif stale:
-                                part[row] = seen[max(row + j - stale, 0)]
+                                part[row] = seen[max(row + j - stale, border)]
                     y = y + each(part * weight[:, j])
                 y = y + bias if bias is not None and with_bias else y
                 out[s] = F.silu(total(y))
@@ -238,7 +251,7 @@ def _causal_conv1d(case, execution, i, p):
     if any(_borders(case, execution)):
         yield Form("stale state", "a chunk starts from an empty history", form(cut=True))
         for stale in (1, 2):
-            yield Form("stale state", f"the history at a chunk border is {stale} token(s) old", form(stale=stale))
+            yield Form("stale state", f"the history at a chunk border is read {stale} token(s) too early", form(stale=stale))
     if bias is not None:
         yield Form("semantics", "without bias", form(with_bias=False))
 
@@ -252,6 +265,7 @@ def _mamba2_scan(case, execution, i, p):
             out = torch.zeros_like(x)
             repeat = x.shape[1] // B.shape[1]
             cuts = _borders(case, execution) if reset == "calls" else None
+            rounded = _single(case, execution) if reset == "rounded" else None
             chunk = case.constants["chunk"]
             dt = after(F.softplus(start(raw + bias)))
             dt = dt.clamp(min=minimum) if minimum is not None else dt
@@ -272,11 +286,16 @@ def _mamba2_scan(case, execution, i, p):
                             h[k] = 0
                 h[:live] = state(h[:live] * keep[at][..., None, None] + gain[at][..., None] * Bs[at][:, :, None, :])
                 out[at] = (h[:live] * Cs[at][:, :, None, :]).sum(-1) + (D[:, None] * x[at] if skip else 0)
+                if rounded is not None:
+                    mine = [k for k, n in enumerate(order[:live]) if t in rounded[n]]
+                    h[mine] = r(h[mine])
             return out.flatten(1)
         return rows
 
     yield Form("", "fp32 state, one rounding", form())
     yield Form("extra rounding", "the state is kept in bf16", form(state=r))
+    if any(_single(case, execution)):
+        yield Form("extra rounding", "the state is kept in bf16 between decode steps", form(reset="rounded"))
     yield Form("extra rounding", "the decay rate A is rounded to bf16", form(rate=r))
     yield Form("extra rounding", "dt with its bias is rounded to bf16", form(start=r))
     yield Form("extra rounding", "dt is rounded to bf16 after the bias and again after the softplus", form(start=r, after=r))
@@ -315,3 +334,58 @@ def _log_softmax(case, execution, i, p):
         yield Form("semantics", f"rows are those of the position {shift:+d}", lambda s=shift: x.log_softmax(-1).roll(-s, 0))
     for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.25, 1.5, 2.0):
         yield Form("semantics", f"temperature {temperature:g} is applied on one side only", lambda t=temperature: (x / t).log_softmax(-1))
+
+
+# Exact twins: the arithmetic itself in fp32, for causes too small for the forms above.
+
+
+@dataclass(frozen=True)
+class Twin:
+    """An implementation in torch that a side's bits may equal."""
+
+    kind: str
+    label: str
+    rows: Callable[[], torch.Tensor]
+    """output rows [R, width] in the output's dtype"""
+
+
+def twins(case: Case, side: int) -> Iterator[Twin]:
+    """Known arithmetic of a case's operator, the contract's first; none for most operators."""
+    inputs = {n.removeprefix("input/"): case.argument(n.removeprefix("input/")) for n in case.tensors if n.startswith("input/")}
+    if case.operator == "rms_norm" and case.output == 0:
+        yield from _rms_norm_twins(case, inputs, case.parameter("weight", side))
+    elif case.operator == "linear":
+        yield from _linear_twins(inputs["x"], case.parameter("weight", side))
+    elif case.operator == "log_softmax":
+        wide = inputs["logits"].float()
+        yield Twin("", "one log-softmax in fp32", lambda: wide.log_softmax(-1))
+        yield Twin("reduction order", "x - logsumexp(x) in place of one log-softmax", lambda: wide - wide.logsumexp(-1, keepdim=True))
+        yield Twin("reduction order", "log of softmax in place of one log-softmax", lambda: wide.softmax(-1).log())
+
+
+def _rms_norm_twins(case: Case, inputs: dict, weight: torch.Tensor) -> Iterator[Twin]:
+    eps = case.constants["eps"]
+    total = inputs["x"].float() + inputs["residual"].float() if "residual" in inputs else inputs["x"].float()
+    mean = total.pow(2).mean(-1, keepdim=True)
+
+    def scaled(by: torch.Tensor) -> torch.Tensor:
+        return ((total * by).to(weight.dtype) * weight).flatten(1)
+
+    yield Twin("", "eps added in fp32", lambda: scaled(torch.rsqrt(mean + eps)))
+    for label, factor in (("without eps", 0.0), ("eps ten times as large", 10.0), ("eps a tenth", 0.1)):
+        yield Twin("semantics", label, lambda f=factor: scaled(torch.rsqrt(mean + f * eps)))
+    yield Twin("extra rounding", "variance and eps are added and rooted in double on one side, in fp32 on the other",
+               lambda: ((total.double() / (mean.double() + eps).sqrt()).float().to(weight.dtype) * weight).flatten(1))
+    yield Twin("extra rounding", "variance and eps are added in double on one side, in fp32 on the other",
+               lambda: scaled(torch.rsqrt(mean.double() + eps).float()))
+
+
+def _linear_twins(x: torch.Tensor, weight: torch.Tensor) -> Iterator[Twin]:
+    yield Twin("", "K in one piece", lambda: F.linear(x, weight))
+    for parts in (2, 4, 8):
+        def split(n=parts):
+            total = torch.zeros(len(x), len(weight))
+            for a, b in zip(x.float().chunk(n, -1), weight.float().chunk(n, -1), strict=True):
+                total = total + a @ b.t()
+            return total.to(x.dtype)
+        yield Twin("reduction order", f"K is split into {parts} parts that are added in fp32", split)

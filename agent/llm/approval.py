@@ -3,6 +3,7 @@
 import difflib
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -10,25 +11,31 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from agent.errors import UserError
+from agent.llm.reading import plain
 from agent.policies import Action, Patch, Policy, Stop
 from agent.state import RunState
 
+WHOLE = 1_000_000
+"""Characters shown of a file: all, since a person answers for it."""
+
 
 class Asker:
-    """Shows a patch and asks on the terminal. `pause` is entered meanwhile, for a live display that has to step aside."""
+    """Shows a patch and asks on the terminal, with whatever lives on it put `aside` meanwhile."""
 
-    def __init__(self, console: Console, tree: Path, ask: Callable[[str], str] = input):
+    def __init__(self, console: Console, tree: Path, ask: Callable[[str], str] = input,
+                 aside: Callable[[], AbstractContextManager[object]] = nullcontext):
         """Raises UserError where nobody can answer."""
         if ask is input and not sys.stdin.isatty():
             raise UserError("--approve asks on a terminal, and standard input is none; leave it out or start the run in a terminal")
-        self.console, self.tree, self.ask = console, tree, ask
+        self.console, self.tree, self.ask, self.aside = console, tree, ask, aside
 
     def __call__(self, patch: Patch) -> str | None:
         """None if the patch may be made, else the reason given."""
-        self.console.print(Text(f"patch: {', '.join(map(str, patch.bindings)) or 'no binding'}\nwhy: {patch.why}"))
-        for name, text in patch.files.items():
-            self.console.print(Syntax(self._diff(name, text), "diff", word_wrap=True))
-        answer = self.ask("make this patch? [y/N, or why not] ").strip()
+        with self.aside():
+            self.console.print(Text(plain(f"patch: {', '.join(map(str, patch.bindings)) or 'no binding'}\nwhy: {patch.why}")))
+            for name, text in patch.files.items():
+                self.console.print(Syntax(plain(self._diff(name, text), WHOLE), "diff", word_wrap=True))
+            answer = self.ask("make this patch? [y/N, or why not] ").strip()
         return None if answer.lower() in ("y", "yes") else "" if answer.lower() in ("", "n", "no") else answer
 
     def _diff(self, name: str, text: str) -> str:

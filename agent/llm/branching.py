@@ -43,6 +43,9 @@ def fork(workspace: Workspace, run: str, at: int, say: str = "", policy: str | N
         trajectory.add(record.body)
     for call in trajectory.unanswered():
         trajectory.add(Resulting(result=Result(call=call.id, name=call.name, text="The run ended here; it goes on."), seen=len(state.steps)))
+    for attempt in state.attempts:
+        if (files := source.attempts / str(attempt.number)).is_dir():
+            shutil.copytree(files, trajectory.attempts / str(attempt.number))
     for kept in sorted((source.folder / "states").glob("*.json")):
         if int(kept.stem) <= at:
             (trajectory.folder / "states").mkdir(exist_ok=True)

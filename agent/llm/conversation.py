@@ -57,6 +57,18 @@ class Answer(BaseModel):
     """The provider's id of the request."""
 
 
+def scrubbed(answer: Answer) -> Answer:
+    """Without halves of surrogate pairs, which JSON can carry and no file can."""
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if isinstance(value, dict):
+            return {clean(name): clean(inner) for name, inner in value.items()}
+        return [clean(inner) for inner in value] if isinstance(value, list) else value
+
+    return Answer.model_validate(clean(answer.model_dump()))
+
+
 class Said(BaseModel):
     """Text from the agent to the model."""
 

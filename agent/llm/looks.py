@@ -1,4 +1,4 @@
-"""Read-only looks into three trees: the run's workspace, the operators, and the source of the stack. Nothing outside them can be named."""
+"""Read-only looks into a few trees: the run's workspace, its attempts, the operators, the source of the stack. Nothing outside can be named."""
 
 import importlib.util
 import re
@@ -125,8 +125,8 @@ def _text(place: Path, name: str) -> str:
     return data.decode(errors="replace")
 
 
-def roots(workspace: Path) -> dict[str, dict[str, Path]]:
-    """The three roots of a run. Finding a package does not import it."""
+def roots(workspace: Path, attempts: Path) -> dict[str, dict[str, Path]]:
+    """The roots of a run. Finding a package does not import it."""
     stack: dict[str, Path] = {}
     for name in STACK:
         spec = importlib.util.find_spec(name)
@@ -134,4 +134,5 @@ def roots(workspace: Path) -> dict[str, dict[str, Path]]:
             stack[name] = Path(next(iter(spec.submodule_search_locations)))
     operators = importlib.util.find_spec("consistency")
     assert operators and operators.submodule_search_locations
-    return {"workspace": {"": workspace}, "operators": {"": Path(next(iter(operators.submodule_search_locations)))}, "stack": stack}
+    return {"workspace": {"": workspace}, "attempts": {"": attempts},
+            "operators": {"": Path(next(iter(operators.submodule_search_locations)))}, "stack": stack}

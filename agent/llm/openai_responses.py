@@ -76,7 +76,8 @@ def answer(response: Response, seconds: float) -> Answer:
     end, detail = _end(response, bool(calls), refusals)
     return Answer(
         text="\n".join(text), thinking="\n".join(thinking), calls=calls, end=end, detail=detail,
-        items=[item.model_dump(mode="json", exclude_none=True) for item in response.output] if end in KEPT else [],
+        # Reasoning that nothing follows is refused when it is sent back.
+        items=[item.model_dump(mode="json", exclude_none=True) for item in response.output] if end in KEPT and (calls or text) else [],
         usage=_usage(response), seconds=seconds, request=response.id)
 
 
@@ -84,7 +85,7 @@ def parsed(identity: str, name: str, arguments: str) -> Call:
     """A call whose arguments are JSON text; no arguments at all count as an empty object."""
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     return Call(id=identity, name=name, arguments=value if isinstance(value, dict) else None, raw="" if isinstance(value, dict) else arguments)
 

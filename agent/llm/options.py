@@ -3,8 +3,8 @@
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from rich.console import Console
 
@@ -36,21 +36,25 @@ class LlmOptions:
             limits = limits.model_copy(update={"minutes": minutes})
         return configured.model_copy(update={"limits": limits})
 
-    def policy(self, name: str, workspace: Workspace, run: str, minutes: float | None, console: Console) -> Policy:
-        """The policy of a run that has begun, asking a person before each patch if that was wanted."""
+    def policy(self, name: str, workspace: Workspace, run: str, minutes: float | None, console: Console,
+               aside: Callable[[], AbstractContextManager[object]] = nullcontext, tell: Callable[[str], None] = lambda text: None) -> Policy:
+        """The policy of a run that has begun, asking a person before each patch if that was wanted.
+
+        `aside` puts a live display out of the way for the question, `tell` shows what the run waits for.
+        """
         from agent.llm.approval import Approved, Asker
         from agent.policies.hybrid import Hybrid
         from agent.policies.llm import LlmPolicy
 
-        asker = Asker(console, workspace.tree(run, "main")) if self.approve else None
+        asker = Asker(console, workspace.tree(run, "main"), aside=aside) if self.approve else None
         settings = self.over(workspace.settings.llm, minutes)
         made = policy_from_spec(name, workspace=workspace, run=run, settings=settings, price=self.price, approve=asker)
-        if asker is None or isinstance(made, LlmPolicy):
-            return made
-        if isinstance(made, Hybrid):
+        asked = made.model if isinstance(made, Hybrid) else made
+        if isinstance(asked, LlmPolicy):
+            asked.tell = tell
+        if asker and isinstance(made, Hybrid):
             made.first = Approved(made.first, asker)
-            return made
-        return Approved(made, asker)
+        return Approved(made, asker) if asker and not isinstance(asked, LlmPolicy) else made
 
 
 def ask_policy(settings: LlmSettings, console: Console, environment: Mapping[str, str] = os.environ, ask: Callable[[str], str] = input) -> str | None:
@@ -67,12 +71,3 @@ def ask_policy(settings: LlmSettings, console: Console, environment: Mapping[str
         console.print(f"  {number}  {offer}", highlight=False)
     answer = ask("number, or any --policy [0] ").strip() or "0"
     return check_policy(offers[int(answer)] if answer.isdecimal() and int(answer) < len(offers) else answer, settings, environment=environment)
-
-
-def trajectory_of(workspace: Workspace, run: str) -> Path | None:
-    """The folder of a run's trajectory, if a model had a part in it."""
-    from agent.llm.trajectory import FOLDER
-    from agent.state import folder
-
-    place = folder(workspace, run)
-    return place if (place / FOLDER / "header.json").exists() else None

@@ -6,7 +6,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from agent.llm.conversation import Call
-from agent.llm.trajectory import Answering, Resulting, Told, Trajectory
+from agent.llm.trajectory import FOLDER, Answering, Resulting, Told, Trajectory
+from agent.state import folder
+from agent.workspace import Workspace
 
 SHORT = 4000
 """Characters of one text; the files have the whole."""
@@ -62,6 +64,12 @@ def steps(trajectory: Trajectory) -> list[StepView]:
             view = results[body.result.call]
             view.result, view.error = plain(body.result.text), body.result.error
     return views
+
+
+def of_run(workspace: Workspace, run: str) -> Trajectory | None:
+    """None if no model had a part in the run."""
+    place = folder(workspace, run)
+    return Trajectory.load(place) if (place / FOLDER / "header.json").exists() else None
 
 
 def markdown(trajectory: Trajectory) -> str:

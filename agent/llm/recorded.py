@@ -33,6 +33,7 @@ def replaying(source: str, workspace: Workspace, run: str, settings: LlmSettings
     from agent.policies.llm import LlmPolicy
     from agent.policies.playbook import Playbook
 
+    check_run(workspace, source)
     record = Trajectory.load(folder(workspace, source))
     name = f"replay:{source}"
     own = folder(workspace, run)

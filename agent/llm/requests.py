@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agent.llm import prompts
 from agent.llm.conversation import Call, Tool
 
-Root = Literal["workspace", "operators", "stack"]
+Root = Literal["workspace", "attempts", "operators", "stack"]
 
 
 class ToolRequest(BaseModel):
@@ -81,7 +81,7 @@ class Unusable(Exception):
 def parse(call: Call) -> ToolRequest:
     """The typed request. Raises Unusable."""
     if call.name not in REQUESTS:
-        raise Unusable(f"there is no tool {call.name!r}; the tools are {', '.join(REQUESTS)}")
+        raise Unusable(f"there is no tool {call.name[:60]!r}; the tools are {', '.join(REQUESTS)}")
     if call.arguments is None:
         raise Unusable(f"the arguments are not a JSON object: {call.raw[:200]!r}; send the call again with valid JSON")
     given = {name: value for name, value in call.arguments.items() if value is not None}

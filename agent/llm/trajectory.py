@@ -1,7 +1,7 @@
 """Everything a model was told and answered, on disk after every step, so that a run can be resumed, forked, replayed and read.
 
 `trajectory/header.json`, then one numbered file per record, each written to a temporary name first. `states/NNNN.json` is the run's state as it
-was before answer NNNN, written when it changed.
+was before answer NNNN, written when it changed; `attempts/N/` has the files of attempt N.
 """
 
 import json
@@ -100,6 +100,7 @@ class Trajectory:
         if (folder / "header.json").exists():
             return cls.load(run_folder)
         trajectory = cls(folder, header, [])
+        trajectory.attempts.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "header.json", trajectory._clean(header.model_dump_json(indent=1)))
         return trajectory
 
@@ -122,12 +123,22 @@ class Trajectory:
         write_atomic(self.folder / f"{len(self.records):04d}.json", self._clean(record.model_dump_json(indent=1)))
         self.records.append(record)
 
+    def keep_files(self, attempt: int, files: dict[str, str]) -> None:
+        """What an attempt brought, where the model can look it up after a rejection."""
+        for name, text in files.items():
+            write_atomic(self.attempts / str(attempt) / name, self._clean(text))
+
     def keep_state(self, state: RunState) -> None:
         """Remember the state before the next answer, if it differs from the last one kept."""
         data = self._clean(state.model_dump_json())
         kept = sorted((self.folder / "states").glob("*.json"))
         if not kept or kept[-1].read_bytes() != data:
             write_atomic(self.folder / "states" / f"{self.steps + 1:04d}.json", data)
+
+    @property
+    def attempts(self) -> Path:
+        """A folder per attempt that brought files."""
+        return self.folder / "attempts"
 
     @property
     def steps(self) -> int:

@@ -26,7 +26,8 @@ Gpu = Annotated[Text | None, Field(description="index of the GPU to use; default
 Wait = Annotated[float, Field(ge=0, le=MAX_WAIT, description="seconds to wait for the result; then the answer is a handle for job_status")]
 
 Dimension = Annotated[Text | None, Field(description="whose first divergence; default: the first that localize reports")]
-ReproFolder = Annotated[Text | None, Field(description="new folder for the repro; default: inside the job, readable at job://ID/repro/repro.py")]
+ReproFolder = Annotated[Text | None, Field(
+    description="new folder for the repro; default: inside the job, readable at job://ID/repro/repro.py until 200 newer jobs have ended")]
 
 Bindings = Annotated[list[Item] | None, Field(
     max_length=100, description="OPERATOR=IMPLEMENTATION, with rollout: or training: in front for one side only; an implementation is a "

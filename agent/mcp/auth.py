@@ -49,7 +49,7 @@ class BearerGate:
     """Lets a request through only with `Authorization: Bearer TOKEN`; compared in constant time."""
 
     def __init__(self, app: ASGIApp, token: str):
-        self.app, self._wanted = app, f"Bearer {token}".encode()
+        self.app, self._token = app, token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._allowed(scope):
@@ -61,4 +61,5 @@ class BearerGate:
 
     def _allowed(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._wanted)
+        scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(token, self._token)

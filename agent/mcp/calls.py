@@ -30,17 +30,17 @@ class Calls:
     def __init__(self, jobs: Jobs, cwd: Path):
         self.jobs, self.cwd = jobs, cwd
 
-    def engine(self, tool: str, subject: Subject, **options: object) -> Call:
-        """`verify`, `localize` or `repro`. Raises UserError if the subject cannot be worked on."""
+    def engine(self, tool: str, subject: Subject, *, out: str | None = None, **options: object) -> Call:
+        """`verify`, `localize` or `repro`, which gets a folder of the job unless `out` is given. Raises UserError if the subject is none."""
         workspace = self._path(subject.workspace)
         device = self._device(subject, workspace)
         text = subject.contract if subject.contract and ("\n" in subject.contract or "=" in subject.contract) else None
 
         def arguments(folder: Path) -> list[str]:
             contract = folder / CONTRACT if text is not None else self._path(subject.contract)
-            out = {"out": folder / REPRO} if tool == "repro" and options.get("out") is None else {}
+            place = self._path(out) or folder / REPRO if tool == "repro" else None
             return [tool, *_options(model=subject.model, scale=subject.scale, workspace=workspace, weights=self._path(subject.weights),
-                                    contract=contract, **{**options, **out}), "--json"]
+                                    contract=contract, out=place, **options), "--json"]
 
         return Call(tool, arguments, device, self.cwd, workspace, {CONTRACT: text} if text is not None else {}, devices.environment(device))
 

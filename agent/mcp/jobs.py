@@ -115,11 +115,10 @@ class Job:
 class Jobs:
     """All jobs below one folder. Several servers may share it; everything they agree on is in files and locks."""
 
-    def __init__(self, state: Path, command: Sequence[str] | None = None, environment: Mapping[str, str] | None = None):
+    def __init__(self, state: Path, command: Sequence[str] | None = None):
         """`command` is what tool arguments are appended to; default: the command line of this package, in this interpreter."""
         self.state = state
         self.command = tuple(command or (sys.executable, "-m", "agent"))
-        self.environment = dict(environment or {})
         self._folders = state / "jobs"
         self._supervisors: list[subprocess.Popen] = []
         state.mkdir(parents=True, exist_ok=True)
@@ -149,7 +148,7 @@ class Jobs:
                 (folder / file).write_text(text, encoding="utf-8")
             record = Record(
                 id=name, tool=call.tool, argv=argv, cwd=str(call.cwd), device=call.device, number=self._next_number(),
-                environment={**_ENVIRONMENT, **self.environment, **call.environment}, created=time.time(),
+                environment={**_ENVIRONMENT, **call.environment}, created=time.time(),
                 workspace=str(call.workspace) if call.workspace else None, files=sorted(call.files))
             self._start(record, folder)
             self._prune()

@@ -33,7 +33,8 @@ def register(server: MCPServer) -> None:
 2. If the outcome is `exact`, report the branch, the throughput ratio and the resource run://ID/pull-request (ids: consistency://workspaces).
 3. Otherwise go on by hand, one cause at a time:
    `localize` names the first operator; `repro` gives a folder that runs alone; read its inputs and the operator's contract;
-   `patch_kernel` with a contract change or a new kernels/NAME.py makes a branch; `verify` that branch's contract.
+   `patch_kernel` with a contract change or a new kernels/NAME.py makes a branch in a worktree; `verify` it with the model and
+   contract=WORKTREE/contract.toml, without workspace, so that its kernels are the ones that run.
    Keep a patch only if no condition got worse and the first divergence moved later or vanished.
 4. Only `verify` with level "full" decides. Exact means 0 unequal log-probabilities in every required condition, with the negative control
    reported. Never switch off CUDA graphs, prefix caching, compilation or batch size to get there: that voids the verdict."""

@@ -11,7 +11,7 @@ from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError
 from mcp.shared.path_security import PathEscapeError, safe_join
 
 from agent.mcp.calls import REPRO
-from agent.mcp.jobs import KEPT, JobError, Jobs, tail
+from agent.mcp.jobs import KEPT, Job, JobError, Jobs, tail
 from agent.mcp.record import LOG, OUTPUT
 from agent.mcp.results import report
 from agent.mcp.workspaces import PRIVATE, Workspaces, checkout, current
@@ -35,9 +35,9 @@ def register(server: MCPServer, jobs: Jobs, workspaces: Workspaces) -> None:
             known = ", ".join(workspaces.all())
             raise ResourceNotFoundError(f"there is no workspace {workspace!r}; known: {known or 'none'}") from None
 
-    def job_folder(job_id: str) -> Path:
+    def find_job(job_id: str) -> Job:
         try:
-            return jobs.find(job_id).folder
+            return jobs.find(job_id)
         except JobError as error:
             raise ResourceNotFoundError(str(error)) from None
 
@@ -54,20 +54,27 @@ def register(server: MCPServer, jobs: Jobs, workspaces: Workspaces) -> None:
 
     @server.resource("job://{job_id}", mime_type=JSON, title="Job", description="What job_status says")
     def job(job_id: str) -> str:
-        job_folder(job_id)
-        return report(jobs.find(job_id)).model_dump_json(indent=1)
+        return report(find_job(job_id)).model_dump_json(indent=1)
 
     @server.resource("job://{job_id}/result", mime_type=JSON, title="Result of a job", description="Everything the tool reported")
     def job_result(job_id: str) -> str:
-        return read_file(job_folder(job_id), OUTPUT)
+        return read_file(find_job(job_id).folder, OUTPUT)
 
     @server.resource("job://{job_id}/log", mime_type=TEXT, title="Log of a job", description=f"The last {MAX_LOG // 1024} KiB")
     def job_log(job_id: str) -> str:
-        return tail(job_folder(job_id) / LOG, MAX_LOG)
+        return tail(find_job(job_id).folder / LOG, MAX_LOG)
 
     @server.resource("job://{job_id}/repro/{+path}", mime_type=TEXT, title="File of a repro that belongs to a job")
     def job_repro(job_id: str, path: str) -> str:
-        return read_file(job_folder(job_id) / REPRO, path)
+        return read_file(find_job(job_id).folder / REPRO, path)
+
+    @server.resource("job://{job_id}/evidence", mime_type=JSON, title="Evidence of a job", description="Names of the files, arrays among them")
+    def job_evidence(job_id: str) -> str:
+        return _listing(evidence_of(job_id))
+
+    @server.resource("job://{job_id}/evidence/{+path}", mime_type=TEXT, title="File of the evidence of a job")
+    def job_evidence_file(job_id: str, path: str) -> str:
+        return read_file(evidence_of(job_id), path)
 
     @server.resource("run://{workspace}", mime_type=JSON, title="Run", description="State of a workspace's last run: steps, attempts, outcome")
     def run(workspace: str) -> str:
@@ -111,6 +118,14 @@ def register(server: MCPServer, jobs: Jobs, workspaces: Workspaces) -> None:
             raise ResourceNotFoundError(f"{path} is not a log; log://{workspace} lists them")
         return tail(place, MAX_LOG)
 
+    def evidence_of(job_id: str) -> Path:
+        """The folder that the tool named in its result."""
+        output = find_job(job_id).output
+        named = output.get("evidence") if isinstance(output, dict) else None
+        if not named or not Path(named).is_dir():
+            raise ResourceNotFoundError(f"job {job_id} has left no evidence")
+        return Path(named)
+
     def state_of(path: Path) -> dict[str, Any]:
         state = current(path)
         if state is None:
@@ -119,10 +134,11 @@ def register(server: MCPServer, jobs: Jobs, workspaces: Workspaces) -> None:
 
 
 def inside(root: Path, name: str) -> Path:
-    """A regular file below `root`, also once symbolic links are followed. Raises ResourceNotFoundError."""
+    """A regular file below `root`, also once symbolic links are followed; `root` itself must not be one. Raises ResourceNotFoundError."""
+    place = root
     try:
         place = safe_join(root, name)
-        found = place.is_file()
+        found = place.is_file() and not root.is_symlink()
     except (PathEscapeError, OSError, ValueError):
         found = False
     if not found:
@@ -143,7 +159,8 @@ def read_file(root: Path, name: str) -> str:
 
 
 def _listing(root: Path, only: str | None = None) -> str:
-    files = sorted(path for path in root.rglob(only or "*") if path.is_file() and not path.is_symlink())
+    found = [] if root.is_symlink() else root.rglob(only or "*")
+    files = sorted(path for path in found if path.is_file() and not path.is_symlink())
     return _json([{"path": str(path.relative_to(root)), "bytes": path.stat().st_size} for path in files[:MAX_LISTED]])
 
 

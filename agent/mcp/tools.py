@@ -90,8 +90,7 @@ def register(server: MCPServer, jobs: Jobs, calls: Calls) -> None:
             wait_s: arg.Wait = 45) -> JobReport[ReproResult]:
         """Localize, then write a folder with repro.py and its inputs: it exits with 1 while the operator differs and with 0 once it is fixed."""
         subject = Subject(model, scale, workspace, weights, contract, gpu)
-        folder = calls.cwd / out if out else None
-        return await carry_out(lambda: calls.engine("repro", subject, dimension=dimension, out=folder), wait_s, ctx)
+        return await carry_out(lambda: calls.engine("repro", subject, dimension=dimension, out=out), wait_s, ctx)
 
     @server.tool(title="Change the contract or a kernel in a new branch", annotations=starts)
     @explained
@@ -100,7 +99,8 @@ def register(server: MCPServer, jobs: Jobs, calls: Calls) -> None:
             repo: arg.Repository = None, diff: arg.Diff = None, allow: arg.Allow = None, message: arg.Message = "Patch through MCP",
             wait_s: arg.Wait = 45) -> JobReport[PatchResult]:
         """Commit a change to contract.toml and kernels/ (or a diff inside allowed paths of another repository) in a new branch and worktree.
-        Nothing that is checked out changes; verify the worktree's contract afterwards."""
+        Nothing that is checked out changes. Then `verify` with the model and contract=WORKTREE/contract.toml, without workspace, so that the
+        worktree's kernels are the ones that run."""
         return await carry_out(lambda: calls.patch(workspace, bindings or [], files or {}, repo, diff, allow or [], message), wait_s, ctx)
 
     @server.tool(title="Compare both engines in every condition", annotations=starts)
@@ -185,5 +185,7 @@ def explained(tool: Callable[..., Any]) -> Callable[..., Any]:
             return await tool(*arguments, **options)
         except (AgentError, JobError) as error:
             raise ToolError(str(error)) from None
+        except OSError as error:
+            raise ToolError(f"the server cannot use its folder of jobs ({error}); make room there, or start it with another --state") from None
 
     return wrapped

@@ -3,16 +3,18 @@
 import json
 import re
 import time
+from collections.abc import Callable
 
 from agent.errors import BudgetEnded
 from agent.llm import facts, prompts
-from agent.llm.conversation import Answer, Call, Model, Request, Result
+from agent.llm.conversation import Answer, Call, Model, Request, Result, scrubbed
 from agent.llm.limits import Meter
 from agent.llm.looks import Looks, roots
 from agent.llm.moves import Approve, Moves, finished, outcome, refusal
 from agent.llm.prices import Price
+from agent.llm.reading import plain
 from agent.llm.redact import redact, secrets
-from agent.llm.requests import ListCall, ReadCall, SearchCall, Unusable, parse, tools
+from agent.llm.requests import REQUESTS, ListCall, ReadCall, SearchCall, Unusable, parse, tools
 from agent.llm.settings import LlmSettings
 from agent.llm.stuck import Watch
 from agent.llm.trajectory import Acting, Answering, Header, Resulting, Told, Trajectory
@@ -34,11 +36,13 @@ class LlmPolicy:
         self.name, self.model, self.settings, self.price = name, model, settings, price
         self.trajectory = Trajectory.open(folder(workspace, run), Header(policy=name, price=price))
         tree = workspace.tree(run, "main")
-        self.moves, self.looks = Moves(tree, approve), Looks(roots(tree))
+        self.moves, self.looks = Moves(tree, approve), Looks(roots(tree, self.trajectory.attempts))
         self.meter, self.watch = Meter(settings.limits), Watch()
         self.system, self.tools = prompts.text("system"), tools()
         self.lead = ""
         """Why a model is asked at all, where another policy went first."""
+        self.tell: Callable[[str], None] = lambda text: None
+        """Where to say what the run waits for."""
         self._secrets = secrets()
         self._acted = time.monotonic()
 
@@ -99,7 +103,8 @@ class LlmPolicy:
         if refused := refusal(acting, state):
             self._result(call, refused, state, error=True, halts=True, gpu_seconds=seconds)
             return
-        patched = isinstance(acting.action, Patch)
+        if patched := isinstance(acting.action, Patch):
+            self.trajectory.keep_files(state.attempts[-1].number, acting.action.files)
         kept = patched and state.attempts[-1].outcome == "kept"
         self._result(call, outcome(acting, state), state, halts=patched and not kept, gpu_seconds=seconds)
         if kept:
@@ -120,9 +125,10 @@ class LlmPolicy:
         self.trajectory.keep_state(state)
         if reason := self.meter.reached(self.trajectory.spent):
             raise BudgetEnded(f"{reason}; {_standing(state)}")
-        answer = self.model.ask(Request(
+        self.tell(f"asking {self.model.name}; so far {self.trajectory.spent}")
+        answer = scrubbed(self.model.ask(Request(
             system=self.system, tools=self.tools, turns=self.trajectory.turns(), cache_key=self.trajectory.cache_key,
-            timeout=min(self.settings.timeout, self.meter.seconds_left())))
+            timeout=min(self.settings.timeout, self.meter.seconds_left()))))
         self.trajectory.add(Answering(step=self.trajectory.steps + 1, answer=answer, usd=self.price.cost(answer.usage)))
 
     def _prepare(self, state: RunState) -> None:
@@ -153,12 +159,12 @@ class LlmPolicy:
                                           text=answer.text[:1000] or "(nothing)"), state)
             case "refusal":
                 if self._refusals() > 1:
-                    raise BudgetEnded(f"the model refuses to go on ({answer.detail or 'no reason given'}); `agent fork` goes back to an earlier step "
+                    raise BudgetEnded(f"the model refuses to go on ({_reason(answer)}); `agent fork` goes back to an earlier step "
                                       f"or takes another model; {_standing(state)}")
-                self._tell(prompts.filled(_note("withheld"), reason=answer.detail or "no reason given"), state)
+                self._tell(prompts.filled(_note("withheld"), reason=_reason(answer)), state)
             case "context":
                 if self._just_begun():
-                    raise BudgetEnded(f"the model's context window does not even hold the task ({answer.detail}); choose a model with a larger one")
+                    raise BudgetEnded(f"the model's context window does not even hold the task ({_reason(answer)}); choose a model with a larger one")
                 self._tell(prompts.filled(prompts.text("handover"), standing=facts.standing(state), words=self._last_words()), state, fresh=True)
             case _:
                 self.watch.monologue()
@@ -200,9 +206,15 @@ def _note(name: str) -> str:
 
 
 def _shown(call: Call) -> str:
-    """A call on one short line."""
-    written = call.raw if call.arguments is None else json.dumps(call.arguments, sort_keys=True)
-    return f"{call.name}({written if len(written) <= 120 else f'{written[:80]}... #{hash(written) & 0xFFFF:04x}'})"
+    """A call on one short line, whatever the model wrote."""
+    name = call.name if call.name in REQUESTS else ascii(call.name[:40])
+    written = ascii(call.raw) if call.arguments is None else json.dumps(call.arguments, sort_keys=True)
+    return f"{name}({written if len(written) <= 120 else f'{written[:80]}... #{hash(written) & 0xFFFF:04x}'})"
+
+
+def _reason(answer: Answer) -> str:
+    """The provider's words on one short line."""
+    return " ".join(plain(answer.detail, 300).split()) or "no reason given"
 
 
 def _standing(state: RunState) -> str:

@@ -14,7 +14,7 @@ from agent.tools.divergence import Divergence, Probe
 from agent.tools.engines import ENGINES, EnginePair
 from agent.tools.evidence import write_case
 from agent.tools.semantics import explain_logprobs
-from agent.tools.traces import LOGPROB, Comparison
+from agent.tools.traces import LOGPROB, Comparison, Site
 from consistency.conditions import Dimension
 from consistency.contract import STOCK, Contract
 from consistency.operators import catalog
@@ -32,6 +32,8 @@ class Diagnosis:
         self.evidence = ""
         self.foreign: list[str] = []
         """parameters of the operator in which the two engines do not agree"""
+        self.producers: list[Site] = []
+        """the sites that feed the operator"""
         self.probes: list[Probe] = []
         self.equals_exact: dict[Engine, bool | None] = {}
         self.explained: dict[str, Any] = {"cause": "unknown", "detail": "", "elements": 0, "differing": 0, "max_abs": 0.0, "max_ulps": 0,
@@ -43,6 +45,7 @@ class Diagnosis:
 
     def _look(self, call: Any, name: str) -> None:
         pair, needed = self.pair, [*call.sites, self.site.key]
+        self.producers = [site for site in self.found.left.sites if site.key in call.sites]
         pair.fetch([(trace.run, self.contract) for trace in (self.found.left, self.found.right)], needed)
         left, right = (pair.trace(trace.run, self.contract) for trace in (self.found.left, self.found.right))
         found = Comparison(left, right, self.found.counts, self.site, self.found.unequal, [])
@@ -93,9 +96,7 @@ class Diagnosis:
         starts = np.cumsum([0, *self.pair.lengths])
         request = int(np.searchsorted(starts, row, side="right")) - 1
         sides = [self._label(0), self._label(1)]
-        said = self.explained
-        if self.foreign:
-            said |= {"cause": "other input", "detail": f"the engines hold different values of {', '.join(self.foreign)}"}
+        said = self._verdict()
         return Divergence(
             dimension=self.dimension, operator=self.site.operator, layer=self.site.layer, site=self.site.key,
             sides=sides[::-1] if said["deviating"] == 0 else sides, cause=said["cause"], cause_detail=said["detail"], elements=said["elements"],
@@ -103,14 +104,32 @@ class Diagnosis:
             next_site=None, rows=count.rows, differing_rows=count.differing, first_row=(request, row - int(starts[request])),
             probes=self.probes, order=order, evidence=self.evidence)
 
-    def substitutions(self) -> Iterator[tuple[Contract, str, list[Engine]]]:
+    def _verdict(self) -> dict[str, Any]:
+        """The cause by arithmetic, unless the operator alone shows that something besides its inputs decides."""
+        if self.foreign:
+            return self.explained | {"cause": "other input", "detail": f"the engines hold different values of {', '.join(self.foreign)}"}
+        unlike = self.unlike_alone
+        if len(unlike) == 1 and self.explained["cause"] != "uninitialised":
+            what = "an earlier copy of its weights" if "weights" in unlike[0] else "a buffer or a state that is not among its inputs"
+            return self.explained | {
+                "cause": "stale state", "deviating": [self._label(0), self._label(1)].index(unlike[0]),
+                "detail": f"{unlike[0]}: alone, on the same inputs and weights, the operator gives other rows; in the engine it reads {what}"}
+        return self.explained
+
+    @property
+    def unlike_alone(self) -> list[str]:
+        """Sides on which the operator alone does not give what it gave in the engine."""
+        return [p.side for p in self.probes if p.name == "as traced" and p.equal is False]
+
+    def substitutions(self, operator: str | None = None) -> Iterator[tuple[Contract, str, list[Engine]]]:
         """(contract, implementation, engines) to try in turn: first only the engine that is off, if that is known."""
-        involved = list(dict.fromkeys(self.engines))
-        for name in dict.fromkeys(i.name for i in catalog.implementations(self.site.operator) if i.exact):
-            open_to = [e for e in involved if getattr(self.contract, e).get(self.site.operator) != name]
-            off = [e for e in open_to if self.equals_exact.get(e) is False]
+        wanted = operator or self.site.operator
+        involved: list[Engine] = [engine for engine in ENGINES if engine in self.engines]
+        for name in dict.fromkeys(i.name for i in catalog.implementations(wanted) if i.exact):
+            open_to: list[Engine] = [e for e in involved if getattr(self.contract, e).get(wanted) != name]
+            off: list[Engine] = [e for e in open_to if self.equals_exact.get(e) is False] if operator is None else []
             for engines in ([off] if off and off != open_to else []) + ([open_to] if open_to else []):
                 contract = self.contract
                 for engine in engines:
-                    contract = contract.with_(self.site.operator, name, engine)
+                    contract = contract.with_(wanted, name, engine)
                 yield contract, name, engines

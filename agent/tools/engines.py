@@ -35,6 +35,7 @@ class EnginePair:
         self._bound: dict[Engine, tuple] = {engine: _binding(contract, engine) for engine in ENGINES}
         self._epoch = dict.fromkeys(ENGINES, 0)
         self._traces: dict[tuple, Trace] = {}
+        self._followed: set[_Hashable] = set()
         self._dump: dict[Engine, list[str]] = {"rollout": [], "training": []}
         self._stack = ExitStack()
         self.sessions: dict[Engine, Session] = {}
@@ -82,8 +83,8 @@ class EnginePair:
 
     def both(self, step: dict[str, Any]) -> dict[Engine, Answer]:
         """The same step on both, at the same time."""
-        tickets = {engine: self.sessions[engine].submit(step) for engine in ENGINES}
-        return {engine: self.sessions[engine].wait(ticket) for engine, ticket in tickets.items()}
+        tickets = [self.sessions[engine].submit(step) for engine in ENGINES]
+        return {engine: self.sessions[engine].wait(ticket) for engine, ticket in zip(ENGINES, tickets, strict=True)}
 
     def bind(self, contract: Contract) -> None:
         for engine in ENGINES:
@@ -111,6 +112,18 @@ class EnginePair:
     def trace(self, run: Run, contract: Contract) -> Trace:
         """A trace that was fetched."""
         return self._traces[self._key(run, contract)]
+
+    def follows_updates(self, contract: Contract, known: bool = False) -> bool:
+        """Whether a contract was already seen to follow a weight update on these engines; `known` says that it was."""
+        if known:
+            self._followed.add(_Hashable(contract))
+        return _Hashable(contract) in self._followed
+
+    def keep(self, contract: Contract) -> None:
+        """Drops the traces of other contracts and of earlier weights; each holds every operator's rows."""
+        bindings = {engine: _binding(contract, engine) for engine in ENGINES}
+        self._traces = {key: trace for key, trace in self._traces.items()
+                        if key[1] == bindings[key[0].engine] and key[2] == self._epoch[key[0].engine]}
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

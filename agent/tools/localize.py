@@ -120,7 +120,7 @@ class _Localization:
         self.progress("sampling")
         self.pair.sample(self.contract, [self.draw.equal_length(f"localize {i}", 1, n)[0] for i, n in enumerate(LENGTHS)], NEW_TOKENS,
                           self.draw.sampling_seed("localize"))
-        everything = {name: self._pairs(name) for name in self.dimensions}
+        everything: dict[Dimension, list[tuple[Run, Run]]] = {name: self._pairs(name) for name in self.dimensions}
         self.progress("tracing")
         runs = [run for pairs in everything.values() for pair in pairs for run in pair]
         # Repetitions last: what other schedules leave behind must not show in them.
@@ -184,8 +184,8 @@ class _Localization:
                 self._note(f"{label}: only one side has {', '.join(lonely[:3])}")
             if silent := [count.site for count in found.counts if not count.rows]:
                 self._note(f"{label}: no row in common at {', '.join(silent[:3])}")
-        unequal = [found for found in compared if found.first]
-        first = min(unequal, key=lambda found: found.first.order, default=None)
+        unequal = [(found.first.order, number, found) for number, found in enumerate(compared) if found.first]
+        first = min(unequal)[2] if unequal else None
         if keep:
             self.report.sites[dimension] = (first or compared[0]).counts
         return first
@@ -205,14 +205,29 @@ class _Localization:
             if self._moved(divergence, site, dimension, pairs, candidate):
                 divergence.substituted_with, divergence.deviating = name, list(engines)
                 return candidate, divergence
+        return self._blame_producer(dimension, pairs, contract, divergence, diagnosis) if diagnosis.unlike_alone else (contract, divergence)
+
+    def _blame_producer(self, dimension: Dimension, pairs: list[tuple[Run, Run]], contract: Contract, divergence: Divergence,
+                        diagnosis: Diagnosis) -> tuple[Contract, Divergence]:
+        """An operator that is right alone and wrong in the engine read something else than was recorded: who wrote it?"""
+        for producer in reversed(diagnosis.producers):
+            for candidate, name, engines in diagnosis.substitutions(producer.operator):
+                self.progress(f"{dimension}: {producer.operator}, which feeds {divergence.operator}, substituted with {name}")
+                if self._moved(divergence, diagnosis.site, dimension, pairs, candidate):
+                    divergence.cause_detail = (f"the result of {producer.operator} at {producer.key} is overwritten before {divergence.operator} at "
+                                               f"{divergence.site} reads it: a buffer is used twice")
+                    divergence.operator, divergence.site, divergence.cause = producer.operator, producer.key, "stale state"
+                    divergence.substituted_with, divergence.deviating = name, list(engines)
+                    return candidate, divergence
         return contract, divergence
 
     def _moved(self, divergence: Divergence, site: Site, dimension: str, pairs: list[tuple[Run, Run]], candidate: Contract) -> bool:
         """Whether the first divergence is gone or later now; if so, the divergence is confirmed."""
         left = self._first(dimension, pairs, candidate)
-        if left is not None and left.first.order <= site.order:
+        after = left.first if left else None
+        if after is not None and after.order <= site.order:
             return False
-        divergence.confirmed, divergence.next_site = True, left.first.key if left else None
+        divergence.confirmed, divergence.next_site = True, after.key if after else None
         return True
 
     def _reload(self, dimension: Dimension, pairs: list[tuple[Run, Run]], contract: Contract, divergence: Divergence,
@@ -234,6 +249,10 @@ class _Localization:
 
     def _after_weight_update(self, contract: Contract) -> None:
         """Another checkpoint is written over the running one, then the first one back; both engines must follow."""
+        if self.pair.follows_updates(contract):
+            return
+        begin = max((d.order + 1 for d in self.report.divergences), default=1)
+        found = len(self.report.divergences)
         other = self.pair.directory / "other-weights"
         if not other.exists() and not moved_checkpoint(self.pair.checkpoint, other):
             self._note("no weight update was tried: the checkpoint is too large for a second one")
@@ -250,7 +269,7 @@ class _Localization:
                 self.pair.write_weights(engine, checkpoint)
             here = (Run("rollout", f"decode, weights {weights}", MOVED, decode.options, weights),
                     Run("training", f"packed, weights {weights}", MOVED, packed.options, weights))
-            contract, _ = self._chain("engine", [here], contract, begin=max((d.order + 1 for d in self.report.divergences), default=1))
+            contract, _ = self._chain("engine", [here], contract, begin)
             for run in here:
                 followed = (self.pair.trace(run, contract).prints[LOGPROB] != still[run.engine]).any()
                 if followed != (weights == "updated"):
@@ -261,6 +280,8 @@ class _Localization:
                 equal = prints["rollout"][name] == prints["training"][name]
                 if not equal and known["rollout"][name] == known["training"][name]:
                     self._note(f"{name}: the engines hold different values once weights are {weights}")
+        if len(self.report.divergences) == found:
+            self.pair.follows_updates(contract, known=True)
 
     def _note(self, line: str) -> None:
         if line not in self.report.notes:

@@ -92,7 +92,12 @@ class _Verification:
             raise UserError(f"unknown model '{request.family}'; known: {', '.join(FAMILIES)}")
         if (request.scale, request.level) not in MATRICES:
             raise UserError(f"no verification matrix for scale '{request.scale}'; there is one for {', '.join(sorted({s for s, _ in MATRICES}))}")
-        if request.directory.exists() and any(request.directory.iterdir()):
+        try:
+            request.directory.mkdir(parents=True, exist_ok=True)
+            used = any(request.directory.iterdir())
+        except OSError as error:
+            raise UserError(f"{request.directory} cannot be used for the evidence ({error.strerror}); give a new folder") from None
+        if used:
             raise UserError(f"{request.directory} is not empty; give a new folder for the evidence")
         self.request, self.sandbox, self.progress = request, sandbox, progress
         self.family = FAMILIES[request.family]
@@ -116,23 +121,26 @@ class _Verification:
         self.spoke = 0.0
 
     def run(self) -> VerifyReport:
-        begun = time.monotonic()
+        request, begun = self.request, time.monotonic()
         with ExitStack() as stack:
             tracks = [self._track(process, stack) for process in START_ORDER if process in self.plan]
             run_tracks(tracks, max(2, len(os.sched_getaffinity(0))), self._heartbeat)
             throughput = self._throughput()
+            for session in self.sessions.values():
+                session.end()
         accuracy = self._accuracy()
         controls = [self._control(control) for control in self.matrix.controls]
         tokens, baseline = self._against_the_loss()
         verdict = oracle.decide([self.results[c] for c in self.matrix.conditions], controls, void=self.void, accuracy=accuracy,
                                 tokens=tokens, least_tokens=self.matrix.least_tokens)
         report = VerifyReport(
-            family=self.request.family, scale=self.request.scale, level=self.request.level, verdict=verdict, baseline=baseline,
-            throughput=throughput, target_throughput=self.request.target_throughput, accuracy=accuracy, controls=controls,
-            contract=self.request.contract.as_dict(), seed=self.draw.seed, environment=self.environment,
-            harness=harness(), evidence=str(self.request.directory), seconds=time.monotonic() - begun)
-        self._keep("prompts.json", {name: [prompt.tokens for prompt in prompts] for name, prompts in self.prompts.items()})
-        self._keep("report.json", report.model_dump(mode="json"))
+            family=request.family, scale=request.scale, level=request.level, verdict=verdict, baseline=baseline,
+            throughput=throughput, target_throughput=request.target_throughput, accuracy=accuracy, controls=controls,
+            contract=request.contract.as_dict(), seed=self.draw.seed, environment=self.environment,
+            harness=harness(), evidence=str(request.directory), seconds=time.monotonic() - begun)
+        prompts = {name: [prompt.tokens for prompt in drawn] for name, drawn in self.prompts.items()}
+        write_atomic(request.directory / "prompts.json", json.dumps(prompts).encode())
+        write_atomic(request.directory / "report.json", report.model_dump_json(indent=1).encode())
         self._say("done", "")
         return report
 
@@ -161,6 +169,8 @@ class _Verification:
                 self._take(probe, answer)
             self._decide_conditions()
         if not (self.matrix.timing and process in TIMED):
+            session.end()
+            yield session.ended
             session.close()
 
     def _job(self, process: Process) -> Job:
@@ -301,9 +311,6 @@ class _Verification:
         results = self.results.values()
         self.progress(VerifyProgress(phase, condition, len(self.results), len(self.matrix.conditions), sum(r.tokens for r in results),
                                      sum(r.mismatches for r in results), self.ratio))
-
-    def _keep(self, name: str, data: Any) -> None:
-        write_atomic(self.request.directory / name, json.dumps(data, indent=1).encode())
 
 
 def harness() -> str:

@@ -5,10 +5,11 @@
     python -m bench.gpu.deepseek_v4_slice --out docs/results/deepseek-v4 --steps training
 
 Every step is a process of its own, is stopped when the call's time is over, writes its results after each measurement and fails alone. The
-checkpoint (28 GB with FP8 experts, 15 GB with MXFP4) and the kernels that are compiled on first use stay on the machine for the next call.
+checkpoint (28 GB with FP8 experts, 16 GB with MXFP4) and the kernels that are compiled on first use stay on the machine for the next call.
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -37,6 +38,9 @@ ALONE = (0, 5, 10, 15, 20, 23, 24, 27, 28, 31)
 THROUGHPUT, PROMPT, DECODE = (256, 32, 8), 64, 128
 """requests at once; tokens of each prompt; tokens sampled for each"""
 CHECKPOINT_BYTES = 32 << 30
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+"""The engine in the process that measures it, and no sampler that is compiled for minutes; the caller's own variables win."""
+JIT_PACKAGES = ("tilelang", "nvidia-cutlass-dsl", "flashinfer-python", "apache-tvm-ffi", "transformers", "accelerate")
 LOG_LINES = re.compile(r"(using|selected) .*(backend|kernel)|expert_dtype|indexer|cudagraph|kv cache size|loading took|deepgemm|warm", re.I)
 """lines of a log that say which kernels were chosen"""
 
@@ -237,8 +241,24 @@ def checkpoint_folder(options: argparse.Namespace) -> pathlib.Path:
     return options.work / f"deepseek-v4-slice-{options.experts}"
 
 
+def tools() -> dict[str, object]:
+    """Versions of the packages that compile this model's kernels on first use, None where one is missing, and the compiler they call."""
+    found: dict[str, object] = {"nvcc": shutil.which("nvcc"), "CUDA_HOME": os.environ.get("CUDA_HOME")}
+    for package in JIT_PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    from vllm.utils.import_utils import has_cutedsl, has_deep_gemm, has_tilelang
+    from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
+
+    found |= {"deep_gemm found": has_deep_gemm(), "cutedsl found": has_cutedsl(), "tilelang found": has_tilelang()}
+    return found | {"flashmla": is_flashmla_sparse_supported()}
+
+
 def checkpoint_step(options: argparse.Namespace) -> None:
     results, folder = Results(options), checkpoint_folder(options)
+    results.guarded("tools", lambda: results.add("tools", **tools()))
     if not folder.exists():
         started = time.monotonic()
         if results.guarded("write", lambda: family.write("slice", folder, experts=options.experts, device="cuda") or True) is None:
@@ -269,8 +289,8 @@ def training_step(options: argparse.Namespace) -> None:
     hooks = [layer.mlp.gate.register_forward_hook(count(i)) for i, layer in enumerate(model.model.layers)]
 
     def forward(i: int) -> torch.Tensor:
-        token = rollout["token"][i].cuda()
-        ids = torch.cat((torch.tensor(prompts()[i], device="cuda"), token))[None]
+        token = rollout["token"][i].to(model.device)
+        ids = torch.cat((torch.tensor(prompts()[i], device=model.device), token))[None]
         logits = model(input_ids=ids, use_cache=False, logits_to_keep=NEW_TOKENS + 1).logits[0, :-1]
         return torch.log_softmax(logits.float(), -1).gather(-1, token[:, None])[:, 0]
 
@@ -331,8 +351,7 @@ def run_step(options: argparse.Namespace, step: str, seconds: float) -> None:
     command = [sys.executable, "-m", "bench.gpu.deepseek_v4_slice", "--step", step, "--seconds", str(seconds - 10), "--out", str(options.out),
                "--work", str(options.work), "--experts", options.experts]
     with log.open("w") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
-                                   env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **os.environ})
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, env={**ENVIRONMENT, **os.environ})
         try:
             code = str(process.wait(seconds))
         except subprocess.TimeoutExpired:

@@ -93,6 +93,7 @@ class Rollout:
         elif schedule.prefix_cache == "warm":
             self.run(prompts, [self._replace(p, skip_reading_prefix_cache=True) for p in params], Schedule(groups=schedule.groups, prefix_cache="cold"))
         self.scheduler.scheduler_config.long_prefill_token_threshold = schedule.chunk or 0
+        self._count_prefills(counters)
         try:
             for group in schedule.groups or [list(range(len(prompts)))]:
                 waiting = list(enumerate(group))
@@ -118,9 +119,21 @@ class Rollout:
             raise
         finally:
             self.scheduler.scheduler_config.long_prefill_token_threshold = 0
-        if schedule.chunk:
-            counters["prefill_chunks"] = sum(-(-len(p) // schedule.chunk) for p in prompts)
+            del self.scheduler.schedule
         return [outputs[i] for i in range(len(prompts))], counters
+
+    def _count_prefills(self, counters: dict) -> None:
+        """Counts, from what the scheduler really schedules, how often a request did prefill work in a step."""
+        schedule = self.scheduler.schedule
+
+        def counted(*args, **kwargs):
+            output = schedule(*args, **kwargs)
+            for name, tokens in output.num_scheduled_tokens.items():
+                request = self.scheduler.requests[name]
+                counters["prefill_chunks"] += request.num_computed_tokens - tokens < request.num_prompt_tokens
+            return output
+
+        self.scheduler.schedule = counted
 
     @staticmethod
     def _replace(params, **changes):
@@ -129,18 +142,29 @@ class Rollout:
             setattr(copy, name, value)
         return copy
 
-    def _params(self, *, max_tokens: int, temperature: float, forced: list[int] | None = None, seed: int | None = None, read_cache: bool = False,
+    def _params(self, *, max_tokens: int, temperature: float, forced: list[int] | None = None, read_cache: bool = False,
                 prompt_logprobs: int | None = None, logprobs: int | None = 0):
         from vllm import SamplingParams
 
         return SamplingParams(
-            temperature=temperature, max_tokens=max_tokens, min_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, detokenize=False, seed=seed,
+            temperature=temperature, max_tokens=max_tokens, min_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, detokenize=False,
             prompt_logprobs=prompt_logprobs, skip_reading_prefix_cache=not read_cache, extra_args={"forced_tokens": forced} if forced else None)
 
-    def generate(self, prompts: list[list[int]], max_tokens: list[int], seed: int, temperature: float) -> tuple[dict, dict]:
-        """Samples. Returns (log-probability arrays, counters)."""
-        params = [self._params(max_tokens=n, temperature=temperature, seed=seed + i) for i, n in enumerate(max_tokens)]
-        outputs, counters = self.run(prompts, params, Schedule())
+    def generate(self, prompts: list[list[int]], max_tokens: list[int], seed: int, temperature: float, processed: bool = False) -> tuple[dict, dict]:
+        """Samples. `processed`: log-probabilities after the temperature. Returns (log-probability arrays, counters).
+
+        The engine's generator is seeded, not each request: vLLM's per-request CPU generators cannot be carried over a chunked prefill.
+        """
+        params = [self._params(max_tokens=n, temperature=temperature) for n in max_tokens]
+        sampler = self.runner.sampler
+        mode = sampler.logprobs_mode
+        if processed:
+            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "processed_logprobs"
+        torch.manual_seed(seed)
+        try:
+            outputs, counters = self.run(prompts, params, Schedule())
+        finally:
+            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
         return _sampled(outputs), counters
 
     def replay(self, requests: list[dict], schedule: Schedule, temperature: float | None, on_step=None) -> tuple[dict, dict]:

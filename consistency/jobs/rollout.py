@@ -30,7 +30,8 @@ def _generate(rollout, step):
     lengths = step["max_tokens"]
     lengths = lengths if isinstance(lengths, list) else [lengths] * len(step["requests"])
     temperature = step.get("temperature")
-    return rollout.generate([r["prompt"] for r in step["requests"]], lengths, step["seed"], 1.0 if temperature is None else temperature)
+    return rollout.generate([r["prompt"] for r in step["requests"]], lengths, step["seed"], 1.0 if temperature is None else temperature,
+                            bool(step.get("processed")))
 
 
 def _replay(rollout, step):

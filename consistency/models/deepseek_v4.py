@@ -30,11 +30,12 @@ compressed sparse + routed. The published 43 layers are 0, 0, then 4 and 128 in 
 
 TINY = {
     "vocab_size": 512, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 128, "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 128,
-    "sliding_window": 32, "index_n_heads": 4, "index_topk": 8, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+    "sliding_window": 32, "index_n_heads": 16, "index_topk": 8, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
     "max_position_embeddings": 1024,
     "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1},
 }
-"""Small widths that still divide into blocks of 128, and a top-k that leaves candidates out from 36 tokens on (2052 at true widths)."""
+"""Small widths that still divide into blocks of 128, and a top-k that leaves candidates out from 36 tokens on (2052 at true widths). With 16 index
+heads no score is a sum of nothing but clipped products: such scores tie at zero, and a tie is broken by the length of the row."""
 
 SCALES = {"slice": FLASH | LAYERS, "tiny": FLASH | LAYERS | TINY}
 EXPERTS = ("fp8", "fp4")
@@ -44,7 +45,7 @@ def published(scale: str, experts: str | None = "fp8") -> dict:
     """config.json as the published checkpoint writes it.
 
     experts: `fp8` as in DeepSeek-V4-Flash-Base (every scale float32), `fp4` as in DeepSeek-V4-Flash (MXFP4 experts, every scale UE8M0), None for
-    dequantised bf16. vLLM derives the dtype of all scales from `expert_dtype`. Raises ValueError for another name.
+    the architecture without quantisation. vLLM derives the dtype of all scales from `expert_dtype`. Raises ValueError for another name.
     """
     if experts is None:
         return dict(SCALES[scale])

@@ -156,9 +156,9 @@ def entries(config: dict) -> Iterator[Entry]:
     yield Entry("embed.weight", (c["vocab_size"], hidden), "bf16")
     for i, ratio in enumerate(c["compress_ratios"][:c["num_hidden_layers"]]):
         at = f"layers.{i}."
-        for site, size in (("attn", (2 + streams) * streams), ("ffn", (2 + streams) * streams)):
+        for site in ("attn", "ffn"):
             yield norm(f"{at}{site}_norm", hidden)
-            yield from mixing(f"{at}hc_{site}", size, 3)
+            yield from mixing(f"{at}hc_{site}", (2 + streams) * streams, 3)
         yield from (matrix(f"{at}attn.{name}", rows, hidden) for name, rows in (("wq_a", c["q_lora_rank"]), ("wkv", dim)))
         yield matrix(f"{at}attn.wq_b", heads * dim, c["q_lora_rank"])
         yield matrix(f"{at}attn.wo_a", c["o_groups"] * c["o_lora_rank"], heads * dim // c["o_groups"], gain=2.0)
@@ -199,19 +199,16 @@ def values(entry: Entry, config: dict, seed: int, device: str) -> torch.Tensor:
 
 
 def stored(entry: Entry, config: dict, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """The entry under its published names and dtypes; without a quantization_config, what dequantisation gives for FP8 experts."""
+    """The entry under its published names, in the dtypes that the configuration's `expert_dtype` asks for."""
     value = values(entry, config, seed, device)
     if entry.kind == "table":
         return {entry.name: value}
     if entry.kind not in ("linear", "expert"):
         return {entry.name: value if entry.kind == "fp32" else value.bfloat16()}
-    experts = config.get("expert_dtype")
-    if entry.kind == "expert" and experts == "fp4":
+    if entry.kind == "expert" and config["expert_dtype"] == "fp4":
         weight, scale = quantise_mxfp4(value)
     else:
-        weight, scale = quantise_fp8(value, torch.float8_e8m0fnu if experts == "fp4" else torch.float32)
-    if "quantization_config" not in config:
-        return {entry.name: dequantise(weight, scale)}
+        weight, scale = quantise_fp8(value, torch.float8_e8m0fnu if config["expert_dtype"] == "fp4" else torch.float32)
     return {entry.name: weight, entry.name.removesuffix("weight") + "scale": scale}
 
 

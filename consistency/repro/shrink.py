@@ -79,23 +79,20 @@ def _size(case: Case) -> int:
 def _cut_tokens(case: Case, still: Test) -> Case:
     """Shortens each request from its end, then from its start, by ever smaller steps."""
     for request in range(len(case.lengths)):
-        for keep in (lambda n: slice(0, n), lambda n, r=request: slice(case.lengths[r] - n, None)):
+        for from_end in (True, False):
             step = case.lengths[request] // 2
             while step:
-                n = case.lengths[request] - step
-                if n > 0 and still(shorter := _cut(case, request, keep(n))):
+                length = case.lengths[request]
+                if step < length and still(shorter := _cut(case, request, 0 if from_end else step, length - step if from_end else length)):
                     case = shorter
-                    step = min(step, case.lengths[request] // 2)
                 else:
                     step //= 2
     return case
 
 
-def _cut(case: Case, request: int, part: slice) -> Case:
+def _cut(case: Case, request: int, start: int, stop: int) -> Case:
     """One request reduced to a part of its tokens."""
-    length, offset = case.lengths[request], case.offsets[request]
-    start, stop, _ = part.indices(length)
-    total = sum(case.lengths)
+    length, offset, total = case.lengths[request], case.offsets[request], sum(case.lengths)
     rows = torch.cat([torch.arange(offset), torch.arange(offset + start, offset + stop), torch.arange(offset + length, total)])
     executions = []
     for execution in case.executions:

@@ -130,6 +130,12 @@ def test_a_difference_in_a_new_process(checkpoint):
     assert not report.verdict.exact and not report.verdict.void
 
 
+@pytest.mark.parametrize("process", ["rollout", "training"])
+def test_a_reload_without_effect_is_found(checkpoint, process):
+    report = run(checkpoint, {"in": process, "kind": "reload", "fault": "deaf"}, level="full")
+    assert {name for name, c in results(report).items() if c.mismatches} == {f"{process} after a reload"}
+
+
 @pytest.mark.parametrize(("fault", "reason"), [
     ({"in": "training", "kind": "forward", "fault": "missing"}, "training, forward: 1 missing tokens"),
     ({"in": "rollout", "kind": "score", "fault": "duplicate"}, "rollout, score: 1 duplicated tokens"),
@@ -248,6 +254,9 @@ def test_bad_checkpoints_and_used_directories(checkpoint):
         run(checkpoint)
     with pytest.raises(UserError, match="is not empty"):
         run(checkpoint, directory=checkpoint.parent)
+    (checkpoint.parent / "file").touch()
+    with pytest.raises(UserError, match="cannot be used for the evidence"):
+        run(checkpoint, directory=checkpoint.parent / "file" / "evidence")
 
 
 def test_the_matrix_is_three_way_and_covers_every_dimension_of_one_device():

@@ -228,17 +228,14 @@ class Stub:
 
 
 def load_in_vllm(folders: dict[str, str]) -> dict[str, dict]:
-    """Builds vLLM's CUDA model class on the CPU, loads each checkpoint with its own loader and compares what arrived. Runs in a process of its own."""
-    from vllm.distributed import parallel_state
-
+    """Builds vLLM's CUDA model class on the CPU, loads each checkpoint with its own loader, compares what arrived. For a process of its own."""
     torch.set_num_threads(1)
-    parallel_state.init_distributed_environment(1, 0, f"file://{folders['fp8']}.group", 0, "gloo")
-    parallel_state.initialize_model_parallel(1, 1)
     return {experts: load_one(folder, experts) for experts, folder in folders.items()}
 
 
 def load_one(folder: str, experts: str) -> dict:
     from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
     from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
@@ -255,6 +252,9 @@ def load_one(folder: str, experts: str) -> dict:
                 "vllm.model_executor.layers.quantization.mxfp4.select_deepseek_v4_mxfp4_moe_backend":
                     lambda moe: (Mxfp4MoeBackend.MARLIN, MarlinExperts)}.items():
             patches.enter_context(mock.patch(target, replacement))
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.init_distributed_environment(1, 0, f"file://{folder}.group", 0, "gloo")
+            parallel_state.initialize_model_parallel(1, 1)
         torch.set_default_dtype(torch.bfloat16)
         model = DeepseekV4ForCausalLM(vllm_config=config)
         torch.set_default_dtype(torch.float32)

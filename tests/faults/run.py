@@ -116,6 +116,7 @@ def _restore(pair: EnginePair) -> None:
     for engine in ENGINES:
         if pair.holds[engine] is not None:
             pair.write_weights(engine, None)
+    pair.keep(exact_contract(pair.family))
 
 
 def _outcome(fault: Fault, report: LocalizeReport, seconds: float) -> Outcome:

@@ -40,7 +40,8 @@ FAULTS: tuple[Fault, ...] = (
     # Same symptom, other place: a norm that rounds once too often or too little.
     _nemotron("weight multiplied before the cast", "C03", "rollout", "rms_norm", "engine", "extra rounding", "norms.weight_before_cast"),
     _nemotron("residual sum rounded before the norm", "C03", "training", "rms_norm", "engine", "extra rounding", "norms.sum_rounded_first"),
-    _nemotron("eps added in double", "C02", "training", "rms_norm", "engine", "reduction order", "norms.eps_in_double"),
+    _nemotron("eps added in double", "C02", "training", "rms_norm", "engine", "extra rounding", "norms.eps_in_double"),
+    _nemotron("without eps", "C02", "rollout", "rms_norm", "engine", "semantics", "norms.without_eps"),
     _nemotron("block size changes at 256 rows", "C01", "rollout", "rms_norm", "batch", "reduction order", "norms.block_by_rows"),
     _nemotron("gate rounded", "C21", "rollout", "gated_rms_norm", "engine", "extra rounding", "norms.gate_rounded"),
     _nemotron("one norm group instead of two", "C48", "training", "gated_rms_norm", "engine", "semantics", "norms.one_group"),
@@ -75,7 +76,8 @@ FAULTS: tuple[Fault, ...] = (
     # A gap in the log-probabilities and no kernel at fault.
     _nemotron("temperature on one side", "C59, C61", "training", "log_softmax", "engine", "semantics", "heads.temperature"),
     _nemotron("top-p renormalised", "C62", "rollout", "log_softmax", "engine", "semantics", "heads.top_p_renormalised"),
-    _nemotron("log-probabilities one position late", "C71", "training", "log_softmax", "engine", "semantics", "heads.one_position_late"),
+    # The first row of a sequence then holds the last one of its neighbour in the batch.
+    _nemotron("log-probabilities one position late", "C71", "training", "log_softmax", "batch", "semantics", "heads.one_position_late"),
     _nemotron("x - logsumexp(x)", "C26", "training", "log_softmax", "engine", "reduction order", "heads.by_logsumexp"),
     # Only after a weight update.
     _nemotron("derived copy of the weights kept", "C52, C54", "rollout", "linear", "engine", "stale state", "linears.derived_copy"),
@@ -88,6 +90,7 @@ FAULTS: tuple[Fault, ...] = (
     _qwen3("positions one ahead in decode", "C50", "rollout", "rotary", "phase", "semantics", "sequences.rotary_one_ahead_in_decode"),
     _qwen3("rotary products rounded", "C21", "rollout", "rotary", "engine", "extra rounding", "sequences.rotary_products_rounded"),
     _qwen3("silu kept in fp32", "C04", "training", "silu_and_mul", "engine", "extra rounding", "norms.silu_kept_wide"),
-    _qwen3("one buffer for two norms", "C36", "rollout", "rms_norm", "engine", "stale state", "norms.one_buffer_for_heads"),
+    # How much of the first result is overwritten depends on the number of rows.
+    _qwen3("one buffer for two norms", "C36", "rollout", "rms_norm", "batch", "stale state", "norms.one_buffer_for_heads"),
     _qwen3("next token's embedding", "C72", "training", "embedding", "engine", "semantics", "norms.next_token_id"),
 )

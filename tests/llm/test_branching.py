@@ -35,6 +35,7 @@ def test_fork_goes_back_to_a_step_and_takes_another_way(workspace, state):
     spent = trajectory(workspace, forked.run).spent
     assert spent.steps == 1 and trajectory(workspace, forked.run).steps == 3, "limits of a fork count from zero"
     assert [a.branch for a in ended.attempts] == ["agent/r1/attempt-1", f"agent/{forked.run}/attempt-2"]
+    assert sorted(path.name for path in trajectory(workspace, forked.run).attempts.iterdir()) == ["2"]
     assert trajectory(workspace).steps == 4 and workspace.has_branch("agent/r1/attempt-2"), "the run it came from is untouched"
     assert model.requests[0].cache_key == "r1"
 
@@ -77,12 +78,12 @@ def test_a_step_that_is_not_finished_is_not_forked(workspace, state):
     assert carry_on(workspace, make(workspace, ScriptedModel(calling(FIX))), hard_tools()).outcome == "exact"
 
 
-@pytest.mark.parametrize(("run", "at", "said"), [("r1", 9, "--at takes 0 to 3"), ("r1", -1, "--at takes"), ("r2", 1, "no run 'r2'; it has r1"),
-                                                ("../runs/r1", 1, "no run"), ("", 0, "no run")])
-def test_what_cannot_be_forked_is_one_line(workspace, state, run, at, said):
+def test_what_cannot_be_forked_is_one_line(workspace, state):
     carry_on(workspace, make(workspace, ScriptedModel(*SOLVED)), hard_tools())
-    with pytest.raises(UserError, match=said):
-        fork(workspace, run, at)
+    for run, at, said in (("r1", 9, "--at takes 0 to 3"), ("r1", -1, "--at takes"), ("r2", 1, "no run 'r2'; it has r1"), ("../runs/r1", 1, "no run"),
+                          ("", 0, "no run")):
+        with pytest.raises(UserError, match=said):
+            fork(workspace, run, at)
     assert load_current(workspace).run == "r1"
 
 

@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from fake_server import PROVIDERS, FakeServer
+from fake_server import PROVIDERS, Chat, FakeServer
 from providers import model_for
-from runs import HARD, KERNEL, LINEAR, NORM, carry_on, hard_tools, make, patch, told, trajectory
+from runs import HARD, KERNEL, LINEAR, NORM, USELESS, carry_on, hard_tools, make, patch, told, trajectory
 
 from agent.errors import BudgetEnded
 from agent.fakes import FakeTools
 from agent.llm.conversation import Answer, Call, Usage
-from agent.llm.fakes import ScriptedModel, calling, last_results, saying
+from agent.llm.fakes import ScriptedModel, calling, kernel_writer, last_results, saying
 from agent.policies.hybrid import Hybrid
 from agent.policies.playbook import Playbook
 from agent.state import load_current
@@ -128,7 +128,7 @@ def test_calls_after_a_rejected_attempt_are_not_carried_out(workspace, state):
     model = ScriptedModel(batch, calling(("stop", {"claim": "give_up", "why": "x"})))
     ended = carry_on(workspace, make(workspace, model), hard_tools())
     *_, rejected, skipped, looked = last_results(model.requests[1])
-    assert "attempt 1 (linear=exact) rejected: the repro of engine:000.linear still differs" in rejected
+    assert "attempt 1 (linear=exact) rejected: the repro of engine:000.linear " in rejected
     assert "Not carried out" in skipped and looked == "00-engine-linear/" and len(ended.attempts) == 1
 
 
@@ -216,3 +216,45 @@ def test_the_answers_cost_is_added_up(workspace, state):
     spent = trajectory(workspace).spent
     assert spent.steps == 3 and spent.tokens == 3 * 11_700 and spent.usd == pytest.approx(3 * (0.01 + 0.01 + 0.01 + 0.01))
     assert json.loads((workspace.private / "runs" / "r1" / "trajectory" / "0001.json").read_text())["body"]["usd"] == pytest.approx(0.04)
+
+
+def solved_by_a_new_kernel(workspace, tools, bindings, files):
+    """Shared with real engines: only `tools`, the operators and the kernel's text differ."""
+    ended = carry_on(workspace, make(workspace, kernel_writer(bindings, files)), tools)
+    assert ended.outcome == "exact" and ended.attempts[-1].outcome == "kept", ended.steps
+    assert all((workspace.path / path).read_text() == text for path, text in files.items())
+    return ended
+
+
+def test_a_scripted_kernel_writer_needs_to_know_no_site(workspace, state):
+    ended = solved_by_a_new_kernel(workspace, FakeTools({"engine": ["linear"], "phase": ["linear"]}, useless=USELESS),
+                                   {"linear": "kernels:ordered.linear"}, {"kernels/ordered.py": KERNEL})
+    assert ended.attempts[0].addresses == [LINEAR, "phase:000.linear"]
+
+
+def test_broken_text_from_a_server_is_survived(workspace, state):
+    """Half a surrogate pair and arguments nested beyond reason."""
+    broken = Chat.answer(Chat.text("\ud83d oops"), Chat.call("a", "read", '{"root": "workspace", "path": "\\ud83d"}'),
+                         Chat.call("b", "read", "[" * 100_000))
+    with FakeServer(broken, *[Chat.answer(Chat.call("z", "stop", {"claim": "give_up", "why": "\ud83d"}))] * 2) as server:
+        ended = carry_on(workspace, make(workspace, model_for(Chat, server.url)), hard_tools())
+        assert ended.outcome == "inexact" and len(server.seen) == 2
+    first, second = [r.body.result.text for r in trajectory(workspace).records if r.body.kind == "result"]
+    assert "does not exist" in first and "not a JSON object" in second
+
+
+def test_it_says_what_it_waits_for(workspace, state):
+    heard: list[str] = []
+    policy = make(workspace, ScriptedModel(*SOLVED))
+    policy.tell = heard.append
+    carry_on(workspace, policy, hard_tools())
+    assert len(heard) == 3 and heard[2].startswith("asking scripted; so far 0.03 USD, 2 answers")
+
+
+def test_the_kernel_of_a_rejected_attempt_can_be_read_again(workspace, state):
+    wrong = patch([], {"linear": "kernels:wrong.linear"}, {"kernels/wrong.py": KERNEL})
+    look = calling(("list", {"root": "attempts", "path": "."}), ("read", {"root": "attempts", "path": "1/kernels/wrong.py"}))
+    model = ScriptedModel(look, calling(wrong), look, calling(("stop", {"claim": "give_up", "why": "x"})))
+    carry_on(workspace, make(workspace, model), hard_tools(broken=("linear=kernels:wrong.linear",)))
+    assert last_results(model.requests[1])[0] == "(empty)"
+    assert last_results(model.requests[3])[0] == "1/" and "one fixed order" in last_results(model.requests[3])[1]

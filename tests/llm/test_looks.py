@@ -102,6 +102,6 @@ def test_a_whole_root_of_the_stack_is_not_searched(look):
 
 
 def test_the_roots_of_a_run(tmp_path):
-    found = roots(tmp_path)
+    found = roots(tmp_path, tmp_path / "attempts")
     assert found["workspace"] == {"": tmp_path} and (found["operators"][""] / "operators" / "catalog.py").is_file()
     assert all((place / "__init__.py").is_file() for place in found["stack"].values())

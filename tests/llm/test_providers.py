@@ -195,3 +195,9 @@ def test_a_failed_response_is_tried_again():
 def test_a_completion_without_a_choice_is_tried_again():
     with FakeServer({**Chat.answer(Chat.text("x")), "choices": []}, Chat.answer(Chat.text("done"))) as server:
         assert model_for(Chat, server.url).ask(request(said("go"))).text == "done"
+
+
+def test_reasoning_that_nothing_follows_is_not_sent_back():
+    with FakeServer(Responses.answer(Responses.thinking("hm"))) as server:
+        answer = model_for(Responses, server.url).ask(request(said("go")))
+    assert answer.end == "end" and answer.thinking == "hm" and not answer.items

@@ -5,6 +5,7 @@ from runs import carry_on, hard_tools, make, patch, told
 from test_llm_policy import SOLVED
 
 from agent.errors import BudgetEnded
+from agent.llm.conversation import Answer, Call
 from agent.llm.fakes import ScriptedModel, calling, saying
 from agent.llm.stuck import Watch
 from agent.state import load_current
@@ -55,3 +56,14 @@ def test_different_results_are_no_circle():
     for n in range(20):
         watch.result("verify", f"{'x' * n}", False)
         assert watch.warning() is None
+
+
+def test_what_a_model_writes_cannot_break_the_one_line(workspace, state):
+    junk = Answer(end="calls", items=[{}], calls=[Call(id="a", name="rm\n\x1b[2J" * 9000, arguments=None, raw="\n\x1b[2J" * 9000)])
+    with pytest.raises(BudgetEnded) as caught:
+        carry_on(workspace, make(workspace, ScriptedModel(junk)), hard_tools())
+    assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value) and len(str(caught.value)) < 600
+    refusal = Answer(end="refusal", detail="no\n\x1b[2J")
+    with pytest.raises(BudgetEnded) as caught:
+        carry_on(workspace, make(workspace, ScriptedModel(refusal)), hard_tools())
+    assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)

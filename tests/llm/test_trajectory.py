@@ -14,6 +14,7 @@ from test_llm_policy import SOLVED
 
 from agent.errors import BudgetEnded, JobFailed, UserError
 from agent.fakes import FakeTools
+from agent.llm.calling import Unavailable
 from agent.llm.conversation import Answer
 from agent.llm.fakes import ScriptedModel
 from agent.llm.redact import MARK, secrets
@@ -161,3 +162,18 @@ def test_state_is_kept_when_it_changed(workspace, state):
     carry_on(workspace, make(workspace, ScriptedModel(*SOLVED)), FakeTools(HARD, useless=USELESS))
     kept = sorted(path.name for path in (folder(workspace, "r1") / "trajectory" / "states").iterdir())
     assert kept == ["0001.json", "0002.json", "0003.json"] and load_current(workspace).outcome == "exact"
+
+
+def test_a_silent_provider_pauses_and_the_run_goes_on_later(workspace, state):
+    down = [True]
+
+    def reply(request):
+        if down:
+            down.clear()
+            raise Unavailable("openai:m does not answer (503 later); `agent resume` asks again")
+        return SOLVED[1]
+
+    model = ScriptedModel(SOLVED[0], reply, reply, SOLVED[2])
+    with pytest.raises(BudgetEnded, match="does not answer"):
+        carry_on(workspace, make(workspace, model), hard_tools())
+    assert carry_on(workspace, make(workspace, model), hard_tools()).outcome == "exact" and trajectory(workspace).spent.steps == 3

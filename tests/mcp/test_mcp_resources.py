@@ -10,6 +10,7 @@ from agent.errors import BudgetEnded
 from agent.fakes import FakeTools, SilentObserver
 from agent.loop import Run
 from agent.mcp import resources
+from agent.mcp.fakes import ANSWERS
 from agent.mcp.jobs import Jobs
 from agent.mcp.workspaces import PRIVATE, Workspaces, checkout, current, workspace_id
 from agent.policies import make_policy
@@ -111,6 +112,13 @@ async def test_nothing_outside_the_folder_is_ever_read(server, workspace, tmp_pa
             with pytest.raises(MCPError) as refused:
                 await read(client, f"evidence://{workspace_id(workspace.path)}/{path}")
             assert refused.value.code == -32602, path
+        listed = json.loads(await read(client, f"evidence://{workspace_id(workspace.path)}"))
+        assert not {"link-to-file", "fifo", "link/secret"} & {line["path"] for line in listed}
+        folder.rename(tmp_path / "moved")
+        folder.symlink_to(tmp_path / "outside")
+        assert json.loads(await read(client, f"evidence://{workspace_id(workspace.path)}")) == []
+        with pytest.raises(MCPError):
+            await read(client, f"evidence://{workspace_id(workspace.path)}/secret")
 
 
 async def test_large_and_binary_files_are_refused_with_their_place(server, workspace):
@@ -123,6 +131,21 @@ async def test_large_and_binary_files_are_refused_with_their_place(server, works
             with pytest.raises(MCPError, match=said) as refused:
                 await read(client, f"evidence://{name}/{file}")
             assert str(folder / file) in refused.value.message
+
+
+async def test_the_evidence_that_a_tool_alone_names_in_its_result(server, fake, jobs, tmp_path):
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / "report.json").write_text("{}")
+    fake.behave(answer={**ANSWERS["verify"], "evidence": str(tmp_path / "left")})
+    with_some = ended(jobs, jobs.submit(call())).record.id
+    fake.behave()
+    without = ended(jobs, jobs.submit(call("--n=2"))).record.id
+    async with Client(server) as client:
+        assert json.loads(await read(client, f"job://{with_some}/evidence")) == [{"path": "report.json", "bytes": 2}]
+        assert await read(client, f"job://{with_some}/evidence/report.json") == "{}"
+        for uri in (f"job://{with_some}/evidence/../how.json", f"job://{without}/evidence"):
+            with pytest.raises(MCPError):
+                await read(client, uri)
 
 
 @pytest.mark.parametrize("uri", ["run://nobody", "job://" + "0" * 32, "job://x/log", "evidence://nobody/x", "nothing://x", "consistency://x", "run://"])

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from agent import config
 from agent.cli import app
 from agent.fakes import FakeTools
 from agent.mcp import arguments, devices, tools
+from agent.mcp.calls import Calls, Subject
 from agent.mcp.fakes import ANSWERS
 from agent.mcp.results import report
 from agent.tools import patch_kernel
@@ -163,11 +165,30 @@ async def test_the_workspace_decides_about_the_device_and_a_gpu_gets_its_own_que
     assert job.record.environment["CUDA_VISIBLE_DEVICES"] == "3"
 
 
+async def test_a_state_folder_that_is_gone_is_told(server, jobs):
+    shutil.rmtree(jobs.state)
+    async with Client(server) as client:
+        assert "start it with another --state" in await refused(client, "verify", model="qwen3")
+    jobs.state.joinpath("jobs").mkdir(parents=True)
+
+
 async def test_prompts(server, mode):
     async with Client(server, mode=mode) as client:
         assert [prompt.name for prompt in (await client.list_prompts()).prompts] == ["localise", "fix", "review"]
         text = (await client.get_prompt("fix", {"model": "nemotron-3.5", "workspace": "/tmp/ws"})).messages[0].content.text
     assert "nemotron-3.5" in text and "/tmp/ws" in text and "patch_kernel" in text
+
+
+def test_paths_are_relative_to_the_servers_folder_and_values_are_never_options(jobs, tmp_path):
+    calls, folder = Calls(jobs, tmp_path), tmp_path / "job"
+    subject = Subject(model="qwen3", weights="w", contract="c.toml", workspace="--help")
+    assert calls.engine("repro", subject, dimension="batch").arguments(folder) == [
+        "repro", "--model=qwen3", f"--workspace={tmp_path}/--help", f"--weights={tmp_path}/w", f"--contract={tmp_path}/c.toml", f"--out={folder}/repro",
+        "--dimension=batch", "--json"]
+    assert f"--out={tmp_path}/new" in calls.engine("repro", subject, out="new").arguments(folder)
+    assert not any(text.startswith("--out") for text in calls.engine("verify", subject, level="quick").arguments(folder))
+    inline = calls.engine("localize", Subject(model="qwen3", contract="[operators]\n"))
+    assert inline.files == {"input/contract.toml": "[operators]\n"} and f"--contract={folder}/input/contract.toml" in inline.arguments(folder)
 
 
 # The border to the command line: what the server sends must be what the command line takes, and the other way round.

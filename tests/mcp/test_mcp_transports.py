@@ -15,7 +15,7 @@ import httpx2
 import pytest
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
-from mcp_helpers import TOKEN, ended, patience, start_http, stdio_command, until
+from mcp_helpers import TOKEN, ended, start_http, stdio_command, until
 
 from agent.errors import UserError
 from agent.mcp import auth
@@ -33,6 +33,13 @@ class Http:
     address: str
     fake: FakeTool
     jobs: Jobs
+    pid: int
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time of the server so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +48,7 @@ def one_http(tmp_path_factory):
     (place / "fake").mkdir()
     fake = FakeTool(place / "fake")
     process, address = start_http(place, fake)
-    yield Http(address, fake, Jobs(place / "state", fake.command))
+    yield Http(address, fake, Jobs(place / "state", fake.command), process.pid)
     process.terminate()
     assert process.wait(20) in (0, -signal.SIGTERM)
 
@@ -155,7 +162,7 @@ async def test_http_turns_away_wrong_tokens_foreign_hosts_and_what_is_too_large(
         async def status(**more: str) -> int:
             return (await link.post(http.address, json=hello, headers={**kind, **more})).status_code
 
-        assert await status(**bearer()) == 200
+        assert await status(**bearer()) == await status(Authorization=f"bearer {TOKEN}") == 200
         for value in (None, "Bearer wrong", f"Bearer {TOKEN}x", "Bearer", TOKEN, f"Basic {TOKEN}"):
             wrong = {"Authorization": value} if value else {}
             assert await status(**wrong) == 401
@@ -192,7 +199,11 @@ async def test_a_running_job_survives_the_restart_of_the_server(tmp_path, fake, 
 
 
 async def test_fifty_clients_at_once(http):
-    """Each on a connection of its own, asking once a second as hosts do; the limit is that of an idle machine and grows with this one's load."""
+    """Each on a connection of its own, asking once a second as hosts do.
+
+    The limit is that of a machine with nothing else to do. On one that has more work than cores a wall clock says nothing about the server, and
+    the processor time that a call costs it is held instead.
+    """
     http.fake.behave(seconds=600)
     before = len(http.jobs.newest(99))
     times: list[float] = []
@@ -214,26 +225,31 @@ async def test_fifty_clients_at_once(http):
             await asyncio.sleep(1)
 
     async with httpx2.AsyncClient(timeout=60, limits=httpx2.Limits(max_connections=50, max_keepalive_connections=50)) as link:
+        used = http.cpu_seconds
         await asyncio.gather(*(one(number, link) for number in range(50)))
+        used = (http.cpu_seconds - used) / len(times)
     assert len(http.jobs.newest(99)) == before + 1 and len(times) == 200
-    print(f"\nstatus with 50 clients: median {statistics.median(times) * 1000:.1f} ms, longest {max(times) * 1000:.1f} ms")
-    assert statistics.median(times) < patience(0.020), statistics.median(times)
+    median = statistics.median(times)
+    print(f"\nstatus with 50 clients: median {median * 1000:.1f} ms, longest {max(times) * 1000:.1f} ms, {used * 1000:.1f} ms of the server's time")
+    assert (used if os.getloadavg()[0] > (os.cpu_count() or 1) else median) < 0.020, (median, used)
 
 
 async def test_start_to_tool_list_and_idle_memory(tmp_path):
-    """The whole start, as a host sees it; the SDK's own import is most of it."""
+    """As a host sees it. On a machine that is busy or slow, the limit is what the MCP SDK alone takes to be imported, and half of that again."""
     command = [sys.executable, "-m", "agent.server", "--state", str(tmp_path / "state")]
-    times = []
+    times, bare = [], []
     for _ in range(2):
         begun = time.perf_counter()
         with Wire(command) as wire:
-            wire.send(request(1, "server/discover", _meta=META))
-            wire.receive()
-            wire.send(request(2, "tools/list", _meta=META))
+            wire.send(request(1, "tools/list", _meta=META))
             assert len(wire.receive()["result"]["tools"]) == 8
             times.append(time.perf_counter() - begun)
             resident = int(Path(f"/proc/{wire.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    assert min(times) < patience(1.0), times
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import mcp.server.mcpserver"], check=True)
+        bare.append(time.perf_counter() - begun)
+    print(f"\nstart to tool list: {min(times):.2f} s, the SDK alone {min(bare):.2f} s; idle {resident:.0f} MiB")
+    assert min(times) < max(1.0, 1.5 * max(bare)), (times, bare)
     assert resident < 150, resident
 
 
@@ -266,6 +282,16 @@ def test_a_taken_port_is_one_line(tmp_path, http):
     done = subprocess.run([sys.executable, "-m", "agent.server", "--http", "--port", port, "--state", str(tmp_path / "other")],
                           capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "choose another with --port" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_server_on_stdio_at_once(tmp_path, fake, number):
+    server = subprocess.Popen(stdio_command(tmp_path, fake), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    server.stdin.write(json.dumps(request(1, "tools/list", _meta=META)).encode() + b"\n")
+    server.stdin.flush()
+    assert b"job_status" in server.stdout.readline()
+    server.send_signal(number)
+    assert server.wait(10) == -number and b"Traceback" not in server.stderr.read()
 
 
 def test_a_job_outlives_a_client_on_stdio_that_is_gone(tmp_path, fake, jobs):
