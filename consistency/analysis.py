@@ -20,6 +20,8 @@ GROSS_ULPS = 64.0
 """where the distance to a form is cut off"""
 OWN_FORM = 0.02
 """with fewer unequal elements a side has the contract's form, whatever else comes close too"""
+ENOUGH_ELEMENTS = 8
+"""in so many elements two exact formulas have to differ before one of them is taken for the cause"""
 ENOUGH_ROWS = 150
 """unequal rows that are compared with the forms"""
 GROSS_FIT = 4.0
@@ -170,13 +172,14 @@ def by_form(case: Case, outputs: Outputs, rows: torch.Tensor) -> dict:
 
 def _small(case: Case, outputs: Outputs, unequal: torch.Tensor, fits: tuple[Fit, Fit]) -> dict:
     """Two sides of one form: whose arithmetic is known, or who lies further from the form."""
-    names = []
-    for side, value in enumerate(outputs):
-        twin = next((t for t in twins(case, side) if torch.equal(t.rows()[unequal].to(value.dtype), value[unequal])), None)
-        names.append(twin)
+    found = [next(((t, rows) for t in twins(case, side) if torch.equal(rows := t.rows()[unequal].to(value.dtype), value[unequal])), None)
+             for side, value in enumerate(outputs)]
     for off in (1, 0):
-        twin, own = names[off], names[1 - off]
-        if twin is not None and twin.kind and own is not None and not own.kind:
+        if found[off] is None or found[1 - off] is None:
+            continue
+        (twin, rows), (own, own_rows) = found[off], found[1 - off]
+        # A handful of elements can agree with a formula by chance.
+        if twin.kind and not own.kind and int((rows != own_rows).sum()) >= ENOUGH_ELEMENTS:
             return {"cause": twin.kind, "deviating": off, "detail": f"{twin.label}; the two formulas give every unequal row bit for bit"}
     same_engine = case.executions[0].engine == case.executions[1].engine
     return {"cause": "reduction order", "deviating": None if same_engine else int(fits[1].unequal >= fits[0].unequal),
@@ -196,7 +199,7 @@ def _gross(case: Case, outputs: Outputs, unequal: torch.Tensor, far: tuple[float
     bad = torch.nonzero(unequal)[:, 0]
     sides = [side for side in (1, 0) if far[side] >= GROSS_FIT]
     sides.sort(key=lambda side: -far[side])
-    for look in (_foreign_row, _scaled, _renormalised, _unrelated):
+    for look in (_shifted, _foreign_row, _scaled, _renormalised, _unrelated):
         for side in sides:
             if (said := look(outputs[side], exact, bad)) is not None:
                 return {"deviating": side if len(sides) == 1 else None, **said}
@@ -208,19 +211,30 @@ def _gross(case: Case, outputs: Outputs, unequal: torch.Tensor, far: tuple[float
             f"form is {far[sides[0]]:.0f} units in the last place, with 64 as the most that counts"}
 
 
-def _foreign_row(value: torch.Tensor, exact: torch.Tensor, bad: torch.Tensor) -> dict | None:
-    """Rows that are right, but for another token."""
+def _others(value: torch.Tensor, exact: torch.Tensor, bad: torch.Tensor) -> torch.Tensor | None:
+    """int64: how far away the rows are whose results most of the unequal rows hold; None if they hold none."""
     scale = exact.abs().mean()
     probe = exact[:, :64] / scale
     distance = torch.cdist(value[bad][:, :64].double().nan_to_num(neginf=-1e4) / scale, probe)
     nearest = distance.argmin(-1)
     hits = (distance.gather(-1, nearest[:, None])[:, 0] < 0.02 * probe.shape[1] ** 0.5) & (nearest != bad)
-    if float(hits.double().mean()) < 0.5:
+    return (nearest - bad)[hits] if float(hits.double().mean()) >= 0.5 else None
+
+
+def _shifted(value: torch.Tensor, exact: torch.Tensor, bad: torch.Tensor) -> dict | None:
+    """Rows that are right, but for the token next to them."""
+    shifts = _others(value, exact, bad)
+    if shifts is None or len(shifts.unique()) > 1:
         return None
-    shifts = (nearest - bad)[hits].unique().tolist()
-    if len(shifts) == 1:
-        return {"cause": "semantics", "detail": f"{int(hits.sum())} of {len(bad)} unequal rows hold the result of the row {shifts[0]:+d} from them"}
-    return {"cause": "stale state", "detail": f"{int(hits.sum())} of {len(bad)} unequal rows hold the result of another row"}
+    return {"cause": "semantics", "detail": f"{len(shifts)} of {len(bad)} unequal rows hold the result of the row {int(shifts[0]):+d} from them"}
+
+
+def _foreign_row(value: torch.Tensor, exact: torch.Tensor, bad: torch.Tensor) -> dict | None:
+    """Rows that are right, but for some other token."""
+    shifts = _others(value, exact, bad)
+    if shifts is None:
+        return None
+    return {"cause": "stale state", "detail": f"{len(shifts)} of {len(bad)} unequal rows hold the result of another row"}
 
 
 def _scaled(value: torch.Tensor, exact: torch.Tensor, bad: torch.Tensor) -> dict | None:

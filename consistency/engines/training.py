@@ -34,17 +34,23 @@ class Training:
     """A transformers causal language model. With an empty contract its own forward runs untouched."""
 
     def __init__(self, family: str, checkpoint: Path, contract: Contract, kernels: Path | None = None, *, threads: int = 1, dtype: str = "bfloat16"):
+        torch.set_num_threads(threads)
+        self.family, self.checkpoint, self.module = family, checkpoint, family_module(family)
+        self.model = self._load(checkpoint, getattr(torch, dtype))
+        self.bindings = Bindings("training", kernels)
+        self.bindings.bind(contract)
+
+    def _load(self, checkpoint: Path, dtype: torch.dtype):
+        """A family whose weights transformers cannot load as they must be used (DeepSeek-V4) has a `load_training` of its own, in bf16."""
         import transformers
 
         from consistency.models.catalog import FAMILIES
 
-        torch.set_num_threads(threads)
-        self.family, self.checkpoint = family, checkpoint
-        architecture = getattr(transformers, FAMILIES[family].architecture)
-        self.model = architecture.from_pretrained(checkpoint, dtype=getattr(torch, dtype), attn_implementation="sdpa")
-        self.module = family_module(family)
-        self.bindings = Bindings("training", kernels)
-        self.bindings.bind(contract)
+        if own := getattr(self.module, "load_training", None):
+            model = own(checkpoint)
+            return model if dtype == torch.bfloat16 else model.to(dtype)
+        architecture = getattr(transformers, FAMILIES[self.family].architecture)
+        return architecture.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa")
 
     def logits(self, ids: torch.Tensor, layout: Layout, record=None) -> torch.Tensor:
         """ids int64 [rows] -> logits [rows, V]."""
@@ -136,7 +142,7 @@ class Training:
 
     def reload(self, checkpoint: Path | None) -> None:
         """Copies a checkpoint's weights into the parameters in place."""
-        fresh = type(self.model).from_pretrained(checkpoint or self.checkpoint, dtype=self.model.dtype)
+        fresh = self._load(checkpoint or self.checkpoint, self.model.dtype)
         with torch.no_grad():
             for target, source in zip(self.model.parameters(), fresh.parameters(), strict=True):
                 target.copy_(source)

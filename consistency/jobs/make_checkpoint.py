@@ -48,7 +48,15 @@ def build(name: str, scale: str, seed: int = 0):
 
 
 def write(name: str, scale: str, out: Path, seed: int = 0) -> None:
-    """Writes the checkpoint to `out` through a temporary sibling, so a reader never sees half of one."""
+    """Writes the checkpoint to `out` through a temporary sibling, so a reader never sees half of one.
+
+    A family whose published format is not what transformers saves (DeepSeek-V4) has a `write` of its own, with its own weights.
+    """
+    from consistency.models import family
+
+    if own := getattr(family(name), "write", None):
+        own(scale, out, seed)
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-_MODULES = {"qwen3": "qwen3", "nemotron-3.5": "nemotron_h"}
+_MODULES = {"qwen3": "qwen3", "nemotron-3.5": "nemotron_h", "deepseek-v4": "deepseek_v4"}
 
 
 def family(name: str):
