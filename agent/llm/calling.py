@@ -61,7 +61,7 @@ def _transient(error: Exception, provider: str) -> str:
         return _line(error)
     if not isinstance(status, int):
         raise error
-    if status in (400, 413, 422) and (getattr(error, "code", None) == "context_length_exceeded" or _FULL.search(str(error))):
+    if status == 413 or (status in (400, 422) and (getattr(error, "code", None) == "context_length_exceeded" or _FULL.search(str(error)))):
         raise ContextFull(_line(error)) from None
     if status in _TRANSIENT or status >= 500:
         return f"{status} {_line(error)}"

@@ -63,6 +63,9 @@ def steps(trajectory: Trajectory) -> list[StepView]:
         elif isinstance(body, Resulting) and body.result.call in results:
             view = results[body.result.call]
             view.result, view.error = plain(body.result.text), body.result.error
+    for call in views[-1].calls if views else []:
+        if not call.result:
+            call.result = "the run ended here" if call.name == "stop" else "not carried out yet"
     return views
 
 
@@ -87,7 +90,7 @@ def markdown(trajectory: Trajectory) -> str:
         for call in step.calls:
             parts.append(f"**{call.name}** `{call.arguments}`")
             parts += [f"{name}:\n\n{_fenced(text)}" for name, text in call.files.items()]
-            parts.append(_fenced(("error: " if call.error else "") + (call.result or "(not carried out yet)")))
+            parts.append(_fenced(("error: " if call.error else "") + call.result))
     return "\n\n".join(parts) + "\n"
 
 

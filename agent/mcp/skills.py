@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mimetypes
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,11 +80,14 @@ def entry(skill: Path) -> dict[str, Any]:
 
 
 def frontmatter(skill: Path) -> dict[str, Any]:
-    """The YAML head of SKILL.md; empty if it has none."""
+    """The YAML head of SKILL.md; empty if it has none that can be read."""
     import yaml
 
     found = _FRONTMATTER.match((skill / MAIN).read_text(encoding="utf-8"))
-    data = yaml.safe_load(found[1]) if found else None
+    try:
+        data = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        data = None
     return data if isinstance(data, dict) else {}
 
 
@@ -96,8 +98,7 @@ def _files(skill: Path) -> list[Path]:
 
 def _file(skill: Path, path: Path) -> dict[str, Any]:
     data = path.read_bytes()
-    return {"uri": _uri(skill, path.relative_to(skill).as_posix()), "digest": f"sha256:{hashlib.sha256(data).hexdigest()}", "size": len(data),
-            "mimeType": mimetypes.guess_type(path.name)[0] or "text/plain"}
+    return {"uri": _uri(skill, path.relative_to(skill).as_posix()), "digest": f"sha256:{hashlib.sha256(data).hexdigest()}", "size": len(data)}
 
 
 def _uri(skill: Path, name: str) -> str:

@@ -158,10 +158,10 @@ class LlmPolicy:
                 self._tell(prompts.filled(_note("cut off"), tokens=answer.usage.output, calls=f" in the middle of a call of {named}" if named else "",
                                           text=answer.text[:1000] or "(nothing)"), state)
             case "refusal":
+                self._tell(prompts.filled(_note("withheld"), reason=_reason(answer)), state)
                 if self._refusals() > 1:
                     raise BudgetEnded(f"the model refuses to go on ({_reason(answer)}); `agent fork` goes back to an earlier step "
                                       f"or takes another model; {_standing(state)}")
-                self._tell(prompts.filled(_note("withheld"), reason=_reason(answer)), state)
             case "context":
                 if self._just_begun():
                     raise BudgetEnded(f"the model's context window does not even hold the task ({_reason(answer)}); choose a model with a larger one")

@@ -26,7 +26,8 @@ class Diagnosis:
 
     def __init__(self, pair: EnginePair, config: dict, found: Comparison, contract: Contract, dimension: Dimension, name: str) -> None:
         assert found.first is not None
-        self.pair, self.found, self.contract, self.dimension, self.site = pair, found, contract, dimension, found.first
+        self.pair, self.found, self.contract, self.site = pair, found, contract, found.first
+        self.dimension: Dimension = dimension
         self.engines: tuple[Engine, Engine] = (found.left.run.engine, found.right.run.engine)
         self.implementations = [getattr(contract, engine).get(self.site.operator, STOCK) for engine in self.engines]
         self.evidence = ""
@@ -76,7 +77,7 @@ class Diagnosis:
                 answer = {"as traced": {"equal": None, "detail": error.reason}}
             self.equals_exact[engine] = answer.pop("exact", {}).get("equal")
             label = self._label(side)
-            self.probes += [Probe(name=what, side=label, equal=said["equal"], detail=said["detail"]) for what, said in answer.items()]
+            self.probes += [Probe.model_validate({"name": what, "side": label, **said}) for what, said in answer.items()]
         try:
             self.explained |= self.pair.sessions["training"].wait(explaining).data
         except StepFailed as error:

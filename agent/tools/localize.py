@@ -33,7 +33,11 @@ ALONE = (1, 7, 8, 9, 13, 15)
 """the requests that also run without neighbours"""
 MOVED = (1, 7, 12)
 """the requests that also run after the weights were written anew"""
+LONG = (8, 11, 13, 15, 16)
+"""the requests that are prefilled in chunks or read from the prefix cache, which holds whole blocks of 128 tokens"""
 CHUNK = 15
+HAPPENED = {"preempt_every": "preemptions", "chunk": "prefill_chunks", "prefix_cache": "cached_tokens"}
+"""option of a run -> counter that says whether the engine did it"""
 PATIENCE = 38.0
 """seconds, with both engines up, after which no further divergence behind the first of a dimension is looked for"""
 DEPTH = 12
@@ -62,12 +66,15 @@ class LocalizeRequest(BaseModel):
 def localize(request: LocalizeRequest, progress: Callable[[Any], None] = lambda _: None, sandbox: Sandbox | None = None) -> LocalizeReport:
     """Traces both engines under every schedule of each dimension and explains the first difference.
 
-    Raises UserError for an unknown family or dimension, or an unusable checkpoint, and JobFailed if an engine dies. Leaves no process behind.
+    Raises UserError for an unknown family or dimension, an unusable checkpoint or a used folder, and JobFailed if an engine dies. Leaves no
+    process behind.
     """
     if request.family not in FAMILIES:
         raise UserError(f"unknown model '{request.family}'; known: {', '.join(FAMILIES)}")
     if unknown := set(request.dimensions or ()) - set(DIMENSIONS):
         raise UserError(f"localize cannot trace '{sorted(unknown)[0]}'; known: {', '.join(DIMENSIONS)}")
+    if (request.work_dir / "jobs").exists():
+        raise UserError(f"{request.work_dir} holds an earlier call's jobs; give a new folder")
     begun = time.monotonic()
     facts = read_facts(request.checkpoint)
     with EnginePair(request.family, request.checkpoint, request.kernels, request.contract, request.work_dir, sandbox) as pair:
@@ -114,6 +121,7 @@ class _Localization:
         self.family: Family = FAMILIES[pair.family]
         self.draw = Draw(facts, seed)
         self.report = LocalizeReport(divergences=[], exact_dimensions=[], seconds=0.0)
+        self.doubted: set[str] = set()
         self.config = json.loads((pair.checkpoint / "config.json").read_text(encoding="utf-8"))
 
     def run(self) -> LocalizeReport:
@@ -130,8 +138,8 @@ class _Localization:
             reached, equal = self._chain(name, pairs, self.contract)
             if name == "engine" and equal:
                 self._after_weight_update(reached)
-        found = {d.dimension for d in self.report.divergences}
-        self.report.exact_dimensions = [name for name in self.dimensions if name not in found]
+        unequal = {d.dimension for d in self.report.divergences} | self.doubted
+        self.report.exact_dimensions = [name for name in self.dimensions if name not in unequal]
         self.report.seconds = time.monotonic() - self.begun
         return self.report
 
@@ -141,19 +149,20 @@ class _Localization:
         everyone, some = tuple(range(len(LENGTHS))), ALONE
         decode = Run("rollout", "decode", everyone)
         packed = Run("training", "packed", everyone, (("layout", "packed"), ("micro_batch", len(everyone))))
+        unscored = ("logprobs", False)  # of the trace alone; log-probabilities would need a second forward
         if dimension == "determinism":
-            return [(run, Run(run.engine, f"{run.label}, again", run.requests, run.options, turn=1)) for run in (decode, packed)]
+            return [(decode, Run("rollout", "decode, again", everyone, turn=1)),
+                    (packed, Run("training", "packed, again", everyone, (*packed.options, unscored), turn=1))]
         if dimension == "batch":
             alone = Run("rollout", "decode, alone", some, (("groups", tuple((i,) for i in range(len(some)))),))
-            unscored = ("logprobs", False)
             return [(alone, decode), (Run("training", "alone", some, (("layout", "alone"), unscored)), packed),
                     (packed, Run("training", "padded", everyone, (("layout", "padded"), ("micro_batch", 6), unscored)))]
         if dimension == "phase":
             pairs = [(decode, Run("rollout", "prefill", everyone, (("mode", "prefill"),))),
-                     (decode, Run("rollout", "prefill in chunks", everyone, (("chunk", CHUNK), ("stagger", 1)))),
+                     (decode, Run("rollout", "prefill in chunks", LONG, (("chunk", CHUNK), ("stagger", 1)))),
                      (decode, Run("rollout", "decode, preempted", some, (("preempt_every", 3),)))]
             if "prefix_cache" not in self.family.cannot:
-                pairs.append((decode, Run("rollout", "decode, prefix cached", some, (("prefix_cache", "warm"),))))
+                pairs.append((decode, Run("rollout", "decode, prefix cached", LONG, (("prefix_cache", "warm"),))))
             return pairs
         return [(decode, packed)]
 
@@ -183,7 +192,10 @@ class _Localization:
             if lonely := [key for key in found.only_one if key != LOGPROB]:
                 self._note(f"{label}: only one side has {', '.join(lonely[:3])}")
             if silent := [count.site for count in found.counts if not count.rows]:
-                self._note(f"{label}: no row in common at {', '.join(silent[:3])}")
+                self._doubt(dimension, f"{label}: no row in common at {', '.join(silent[:3])}")
+            for option, _ in found.right.run.options:
+                if option in HAPPENED and not found.right.counters.get(HAPPENED[option]):
+                    self._doubt(dimension, f"{label}: the engine counts no {HAPPENED[option].replace('_', ' ')}")
         unequal = [(found.first.order, number, found) for number, found in enumerate(compared) if found.first]
         first = min(unequal)[2] if unequal else None
         if keep:
@@ -214,7 +226,8 @@ class _Localization:
             for candidate, name, engines in diagnosis.substitutions(producer.operator):
                 self.progress(f"{dimension}: {producer.operator}, which feeds {divergence.operator}, substituted with {name}")
                 if self._moved(divergence, diagnosis.site, dimension, pairs, candidate):
-                    divergence.cause_detail = (f"the result of {producer.operator} at {producer.key} is overwritten before {divergence.operator} at "
+                    places = " or ".join(site.key for site in diagnosis.producers if site.operator == producer.operator)
+                    divergence.cause_detail = (f"the result of {producer.operator} at {places} is overwritten before {divergence.operator} at "
                                                f"{divergence.site} reads it: a buffer is used twice")
                     divergence.operator, divergence.site, divergence.cause = producer.operator, producer.key, "stale state"
                     divergence.substituted_with, divergence.deviating = name, list(engines)
@@ -282,6 +295,11 @@ class _Localization:
                     self._note(f"{name}: the engines hold different values once weights are {weights}")
         if len(self.report.divergences) == found:
             self.pair.follows_updates(contract, known=True)
+
+    def _doubt(self, dimension: str, line: str) -> None:
+        """Something was not compared, so the dimension cannot be called exact."""
+        self.doubted.add(dimension)
+        self._note(line)
 
     def _note(self, line: str) -> None:
         if line not in self.report.notes:

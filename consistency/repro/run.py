@@ -168,7 +168,7 @@ class _Rollout(_Side):
             self.cache = PagedKeys(self.case.lengths, self.case.argument("k"), self.case.argument("v"))
             self.states = {0: self.cache.keys}
         rows = self.case.rows(step)
-        self._store(rows, self.cache.attend(self._take("q", rows), rows, step, self.constants["scale"], split=self.function is None))
+        self._store(rows, self.cache.attend(self._take("q", rows), step, self.constants["scale"], split=self.function is None))
 
 
 class PagedKeys:
@@ -178,7 +178,7 @@ class PagedKeys:
         from consistency.operators.attention import BLOCK, _instruction_set
         from consistency.operators.kernels_library import vllm_kernels
 
-        self.kernels, self.k, self.v, self.block = vllm_kernels(), k, v, BLOCK
+        self.kernels = vllm_kernels()
         self.kv_heads, self.dim = k.shape[1:]
         self.isa = _instruction_set(self.dim)
         pages = [-(-n // BLOCK) for n in lengths]
@@ -190,17 +190,17 @@ class PagedKeys:
             self.table[i, :count] = torch.arange(first, first + count, dtype=torch.int32)
             self.first.append(first)
             first += count
+        # All at once: a query reads no further than its own token, and rows from a prefix cache belong to no step of this run.
+        slots = torch.cat([torch.arange(n) + first * BLOCK for n, first in zip(lengths, self.first, strict=True)])
+        self.kernels.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), self.keys, self.values, slots, self.isa, 1.0, 1.0, "auto")
 
-    def attend(self, q: torch.Tensor, rows: torch.Tensor, step: list[Span], scale: float, *, split: bool) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, step: list[Span], scale: float, *, split: bool) -> torch.Tensor:
         """q [T, heads, D] of one engine step -> [T, heads, D]."""
-        slots = torch.cat([torch.arange(a, b) + self.first[r] * self.block for r, a, b in step])
-        self.kernels.cpu_attn_reshape_and_cache(self.k[rows].contiguous(), self.v[rows].contiguous(), self.keys, self.values, slots, self.isa,
-                                                1.0, 1.0, "auto")
         lengths = torch.tensor([b for _, _, b in step], dtype=torch.int32)
         starts = torch.tensor([0, *(b - a for _, a, b in step)], dtype=torch.int32).cumsum(0).to(torch.int32)
         plan = self.kernels.get_scheduler_metadata(len(step), q.shape[1], self.kv_heads, self.dim, lengths, q.dtype, starts, True, -1, self.isa,
                                                    split, None, "auto")
-        out = torch.empty(len(rows), q.shape[1], self.dim, dtype=q.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype)
         table = self.table[torch.tensor([r for r, _, _ in step])]
         self.kernels.cpu_attention_with_kv_cache(q.contiguous(), self.keys, self.values, out, starts, lengths, scale, True, None, -1, table, 0.0,
                                                  plan, None, None, 1.0, 1.0, "auto")

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.config import Budget, Config, Target
@@ -10,6 +10,7 @@ from agent.errors import UserError
 text = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1)
 
 
+@settings(deadline=None)  # it writes files, on machines that may be busy
 @given(model=text, scale=text, weights=st.none() | text, minutes=st.floats(0, 1e6), attempts=st.integers(0, 10**6))
 def test_written_file_reads_back_equal(tmp_path_factory, model, scale, weights, minutes, attempts):
     config = Config(model=model, scale=scale, weights=weights, budget=Budget(minutes=minutes, attempts=attempts), target=Target(throughput=0.5))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import tempfile
 import time
@@ -151,7 +152,8 @@ def main() -> None:
         print(f"{mark:18} {o.seconds:5.1f} s  {o.fault}: {' '.join(o.found or ('nothing',))} at {o.site} on {o.deviating} ({o.substituted_with}); "
               f"expected {' '.join(o.expected)} on {o.side}; {o.detail}", flush=True)
     result = table(outcomes, time.monotonic() - begun)
-    print({k: v for k, v in result.items() if k != "outcomes"})
+    spent = sum(resource.getrusage(who).ru_utime + resource.getrusage(who).ru_stime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print({**{k: v for k, v in result.items() if k != "outcomes"}, "cpu_seconds": round(spent)})
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,20 +1,35 @@
+import itertools
+import shutil
 from pathlib import Path
 
 import pytest
 
 from agent import state as states
 from agent.config import Config
-from agent.llm import calling
+from agent.llm import branching, calling
 from agent.state import RunState
 from agent.workspace import Workspace
 
 
-@pytest.fixture(autouse=True)
-def git_identity(monkeypatch, tmp_path_factory):
-    """An identity and nothing else of this machine's git configuration."""
+@pytest.fixture(scope="session")
+def git_home(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("home")
     (home / ".gitconfig").write_text("[user]\n\tname = Tester\n\temail = tester@example.org\n")
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(home / ".gitconfig"))
+    return home
+
+
+@pytest.fixture(scope="session")
+def blank(git_home, tmp_path_factory) -> Path:
+    """A workspace without a run, to be copied."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GIT_CONFIG_GLOBAL", str(git_home / ".gitconfig"))
+        return Workspace.create(tmp_path_factory.mktemp("blank") / "ws", Config(model="nemotron-3.5", scale="tiny")).path
+
+
+@pytest.fixture(autouse=True)
+def git_identity(monkeypatch, git_home):
+    """An identity and nothing else of this machine's git configuration."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(git_home / ".gitconfig"))
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
 
 
@@ -23,11 +38,13 @@ def no_keys_and_no_waiting(monkeypatch):
     for name in ("ANTHROPIC_API_KEY", "OPENAI_API_KEY", "CHAT_API_KEY", "ANTHROPIC_BASE_URL", "OPENAI_BASE_URL", "ANTHROPIC_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(calling, "PAUSES", (0.01, 0.01))
+    numbers = itertools.count(1)
+    monkeypatch.setattr(branching, "new_run_id", lambda workspace: f"new{next(numbers)}")  # the real one waits for the next second
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.create(tmp_path / "ws", Config(model="nemotron-3.5", scale="tiny"))
+def workspace(blank: Path, tmp_path: Path) -> Workspace:
+    return Workspace.open(shutil.copytree(blank, tmp_path / "ws"))
 
 
 @pytest.fixture

@@ -177,6 +177,7 @@ def test_a_refusal_is_answered_once_and_then_pauses_the_run(workspace, state):
         carry_on(workspace, make(workspace, model), hard_tools())
     assert len(model.requests) == 4 and "withheld by the provider (frontier_llm)" in model.requests[1].turns[-1].text
     assert load_current(workspace).outcome is None
+    assert carry_on(workspace, make(workspace, ScriptedModel(*SOLVED[1:])), hard_tools()).outcome == "exact", "resuming lets it try again"
 
 
 def test_a_paused_turn_goes_on_without_a_word(workspace, state):

@@ -31,6 +31,11 @@ def test_the_whole_trajectory_can_be_read(workspace, state):
     assert "sums over k in one fixed order" in text.lower() and "Spent: 0.0" in text
 
 
+def test_a_call_that_ended_the_run_says_so(workspace, state):
+    carry_on(workspace, make(workspace, ScriptedModel(calling(("stop", {"claim": "give_up", "why": "x"})))), hard_tools())
+    assert steps(trajectory(workspace))[0].calls[0].result == "the run ended here"
+
+
 def test_a_fork_says_what_it_inherited(workspace, state):
     carry_on(workspace, make(workspace, ScriptedModel(*SOLVED)), hard_tools())
     forked = fork(workspace, "r1", 1)

@@ -185,8 +185,9 @@ async def test_skills_are_listed_with_frontmatter_sizes_and_digests_that_hold(sk
                 await client.read_resource(uri)
 
 
-def test_a_skill_without_frontmatter_has_none(tmp_path):
-    (tmp_path / "SKILL.md").write_text("# No head\n---\na: b\n---\n")
+@pytest.mark.parametrize("text", ["# No head\n---\na: b\n---\n", "---\na: [\n---\n", "---\n- list\n---\n", ""])
+def test_a_skill_without_readable_frontmatter_has_none(tmp_path, text):
+    (tmp_path / "SKILL.md").write_text(text)
     assert frontmatter(tmp_path) == {}
 
 

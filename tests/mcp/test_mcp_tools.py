@@ -183,8 +183,8 @@ def test_paths_are_relative_to_the_servers_folder_and_values_are_never_options(j
     calls, folder = Calls(jobs, tmp_path), tmp_path / "job"
     subject = Subject(model="qwen3", weights="w", contract="c.toml", workspace="--help")
     assert calls.engine("repro", subject, dimension="batch").arguments(folder) == [
-        "repro", "--model=qwen3", f"--workspace={tmp_path}/--help", f"--weights={tmp_path}/w", f"--contract={tmp_path}/c.toml", f"--out={folder}/repro",
-        "--dimension=batch", "--json"]
+        "repro", "--model=qwen3", f"--workspace={tmp_path}/--help", f"--weights={tmp_path}/w", f"--contract={tmp_path}/c.toml",
+        f"--out={folder}/repro", "--dimension=batch", "--json"]
     assert f"--out={tmp_path}/new" in calls.engine("repro", subject, out="new").arguments(folder)
     assert not any(text.startswith("--out") for text in calls.engine("verify", subject, level="quick").arguments(folder))
     inline = calls.engine("localize", Subject(model="qwen3", contract="[operators]\n"))
