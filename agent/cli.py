@@ -28,6 +28,13 @@ WorkspacePath = Annotated[Path | None, typer.Option("--workspace", help="Folder 
 Target = Annotated[float | None, typer.Option("--target-throughput", min=0.0, help="Least rollout throughput, as a share of stock.")]
 Minutes = Annotated[float | None, typer.Option("--minutes", min=0.0, help="Wall clock of this call.")]
 Attempts = Annotated[int | None, typer.Option("--attempts", min=0, help="Attempts that this call may start.")]
+MaxSteps = Annotated[int | None, typer.Option("--max-steps", min=0, help="Answers of the model, over the whole run.")]
+MaxUsd = Annotated[float | None, typer.Option("--max-usd", min=0.0, help="Money for the model, over the whole run.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=0, help="Tokens of the model, over the whole run.")]
+MaxGpuSeconds = Annotated[float | None, typer.Option("--max-gpu-seconds", min=0.0, help="Device time for the model, over the whole run.")]
+Price = Annotated[str | None, typer.Option("--price", help="INPUT,OUTPUT[,CACHE_READ[,CACHE_WRITE]] in USD per million tokens.")]
+Approve = Annotated[bool, typer.Option("--approve", help="Ask before each patch.")]
+PolicyName = Annotated[str | None, typer.Option("--policy", help="playbook, anthropic:MODEL, openai:MODEL, chat:MODEL@URL, hybrid or hybrid:POLICY.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; everything else goes to stderr.")]
 
 
@@ -65,22 +72,49 @@ def root(context: typer.Context, version: Annotated[bool, typer.Option("--versio
 @app.command()
 @one_line_errors
 def run(context: typer.Context, model: Model = None, scale: ScaleName = None, workspace: WorkspacePath = None, weights: Weights = None,
-        target_throughput: Target = None, policy: Annotated[str | None, typer.Option(help="Who picks the next step.")] = None,
-        minutes: Minutes = None, attempts: Attempts = None, as_json: AsJson = False) -> None:
+        target_throughput: Target = None, policy: PolicyName = None, minutes: Minutes = None, attempts: Attempts = None, max_steps: MaxSteps = None,
+        max_usd: MaxUsd = None, max_tokens: MaxTokens = None, max_gpu_seconds: MaxGpuSeconds = None, price: Price = None, approve: Approve = False,
+        as_json: AsJson = False) -> None:
     """Take a model's mismatch to exactly 0 and write the pull request."""
-    from agent.commands import start
+    from agent.commands import LlmOptions, start
 
-    start(model, scale, workspace, weights, target_throughput, policy, minutes, attempts, as_json, context.obj)
+    llm = LlmOptions(price, approve, max_steps, max_usd, max_tokens, max_gpu_seconds)
+    start(model, scale, workspace, weights, target_throughput, policy, minutes, attempts, llm, as_json, context.obj)
 
 
 @app.command()
 @one_line_errors
 def resume(context: typer.Context, workspace: Annotated[Path, typer.Argument(help="Folder of the workspace.")], minutes: Minutes = None,
-           attempts: Attempts = None, as_json: AsJson = False) -> None:
+           attempts: Attempts = None, max_steps: MaxSteps = None, max_usd: MaxUsd = None, max_tokens: MaxTokens = None,
+           max_gpu_seconds: MaxGpuSeconds = None, price: Price = None, approve: Approve = False, as_json: AsJson = False) -> None:
     """Go on with a run that was stopped, killed or out of budget."""
-    from agent.commands import go_on
+    from agent.commands import LlmOptions, go_on
 
-    go_on(workspace, minutes, attempts, as_json, context.obj)
+    go_on(workspace, minutes, attempts, LlmOptions(price, approve, max_steps, max_usd, max_tokens, max_gpu_seconds), as_json, context.obj)
+
+
+@app.command()
+@one_line_errors
+def fork(context: typer.Context, run: Annotated[str, typer.Argument(help="Run to branch off from.")],
+         at: Annotated[int, typer.Option(help="How many of the model's answers to keep.")], workspace: WorkspacePath = None,
+         say: Annotated[str, typer.Option(help="Tell the model this first.")] = "", policy: PolicyName = None, minutes: Minutes = None,
+         attempts: Attempts = None, max_steps: MaxSteps = None, max_usd: MaxUsd = None, max_tokens: MaxTokens = None,
+         max_gpu_seconds: MaxGpuSeconds = None, price: Price = None, approve: Approve = False, as_json: AsJson = False) -> None:
+    """Start a new run from an earlier step of one that a model had a part in, and carry it on."""
+    from agent.commands import LlmOptions, fork_run
+
+    llm = LlmOptions(price, approve, max_steps, max_usd, max_tokens, max_gpu_seconds)
+    fork_run(workspace, run, at, say, policy, minutes, attempts, llm, as_json, context.obj)
+
+
+@app.command()
+@one_line_errors
+def replay(context: typer.Context, run: Annotated[str, typer.Argument(help="Run whose answers are played.")], workspace: WorkspacePath = None,
+           minutes: Minutes = None, attempts: Attempts = None, as_json: AsJson = False) -> None:
+    """Run again with the recorded answers of a model; the tools really run."""
+    from agent.commands import replay_run
+
+    replay_run(workspace, run, minutes, attempts, as_json, context.obj)
 
 
 @app.command()
@@ -158,6 +192,20 @@ def models(as_json: AsJson = False) -> None:
     from agent.commands import list_models
 
     list_models(as_json)
+
+
+@app.command()
+@one_line_errors
+def serve(http: Annotated[bool, typer.Option("--http", help="Streamable HTTP instead of stdio.")] = False,
+          host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+          port: Annotated[int, typer.Option(help="0: any free one.")] = 8321,
+          allow_host: Annotated[list[str] | None, typer.Option("--allow-host", help="Host name that clients may use; may be repeated.")] = None,
+          token_file: Annotated[Path | None, typer.Option(help="File of mode 0600; default: AGENT_MCP_TOKEN, else one made in --state.")] = None,
+          state: Annotated[Path | None, typer.Option(help="Folder of the jobs; default: the user's state folder.")] = None) -> None:
+    """Offer the tools to MCP clients such as Claude or Codex."""
+    from agent.server import serve as start_server
+
+    start_server(http=http, host=host, port=port, allowed_hosts=allow_host or [], token_file=token_file, state=state)
 
 
 def print_json(data: Any) -> None:

@@ -2,14 +2,18 @@
 
 import contextlib
 import dataclasses
+import json
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -18,8 +22,11 @@ from agent import config as configs
 from agent.cli import print_json
 from agent.config import Config
 from agent.errors import AgentError, BudgetEnded, UserError
+from agent.llm import reading
+from agent.llm.branching import fork, replay
+from agent.llm.options import LlmOptions, ask_policy
+from agent.llm.spec import check_policy
 from agent.loop import Run
-from agent.policies import make_policy
 from agent.state import RunState, jsonable
 from agent.tools.patch_kernel import KERNELS, Binding, PatchRequest, patch_kernel, validate
 from agent.toolset import EngineTools, Tools, make_repros
@@ -27,9 +34,12 @@ from agent.workspace import Workspace, branch
 from consistency.contract import Contract, ContractError
 from consistency.models.catalog import FAMILIES
 
+PROGRESS_EVERY = 2.0
+"""seconds between progress lines of a tool that answers in JSON"""
+
 
 def start(model: str | None, scale: str | None, path: Path | None, weights: Path | None, target: float | None, policy: str | None,
-          minutes: float | None, attempts: int | None, as_json: bool, tools: Tools | None) -> None:
+          minutes: float | None, attempts: int | None, llm: LlmOptions, as_json: bool, tools: Tools | None) -> None:
     console = Console(stderr=as_json)
     path = path or Path.cwd() / f"consistency-{model}" if model or path else None
     if path is None:
@@ -37,7 +47,9 @@ def start(model: str | None, scale: str | None, path: Path | None, weights: Path
     settings = _settings(path, model, scale, weights, console)
     if target is not None:
         settings.target.throughput = target
-    chooser = make_policy(policy or settings.policy)
+    if policy is None and not as_json and not (path / configs.FILE).exists():
+        settings.policy = ask_policy(settings.llm, console) or settings.policy
+    policy = check_policy(policy or settings.policy, settings.llm, llm.price)
     if tools is None:
         models.require_engines(FAMILIES[settings.model].scales[settings.scale].device)
     workspace = Workspace.open(path) if (path / configs.FILE).exists() else Workspace.create(path, settings)
@@ -45,32 +57,51 @@ def start(model: str | None, scale: str | None, path: Path | None, weights: Path
         workspace.check_ready()
         folder = _checkpoint(settings) if tools is None else Path("none")
         begun = state.begin(
-            workspace, run=state.new_run_id(workspace), checkpoint=str(folder), policy=chooser.name, target=settings.target.throughput,
+            workspace, run=state.new_run_id(workspace), checkpoint=str(folder), policy=policy, target=settings.target.throughput,
             device=FAMILIES[settings.model].scales[settings.scale].device)
-        _carry_on(workspace, begun, minutes, attempts, as_json, tools, console)
+        _carry_on(workspace, begun, minutes, attempts, llm, as_json, tools, console)
 
 
-def go_on(path: Path, minutes: float | None, attempts: int | None, as_json: bool, tools: Tools | None) -> None:
+def go_on(path: Path, minutes: float | None, attempts: int | None, llm: LlmOptions, as_json: bool, tools: Tools | None) -> None:
+    _go_on(path, state.load_current, minutes, attempts, llm, as_json, tools)
+
+
+def fork_run(path: Path | None, run: str, at: int, say: str, policy: str | None, minutes: float | None, attempts: int | None, llm: LlmOptions,
+             as_json: bool, tools: Tools | None) -> None:
+    def branch_off(workspace: Workspace) -> RunState:
+        name = check_policy(policy, workspace.settings.llm, llm.price) if policy else None
+        return fork(workspace, run, at, say, name, llm.price)
+
+    _go_on(path or Path.cwd(), branch_off, minutes, attempts, llm, as_json, tools)
+
+
+def replay_run(path: Path | None, run: str, minutes: float | None, attempts: int | None, as_json: bool, tools: Tools | None) -> None:
+    _go_on(path or Path.cwd(), lambda workspace: replay(workspace, run), minutes, attempts, LlmOptions(), as_json, tools)
+
+
+def _go_on(path: Path, which: Callable[[Workspace], RunState], minutes: float | None, attempts: int | None, llm: LlmOptions, as_json: bool,
+           tools: Tools | None) -> None:
     console = Console(stderr=as_json)
     workspace = Workspace.open(path)
     with workspace.lock():
-        current = state.load_current(workspace)
+        current = which(workspace)
         if tools is None and current.outcome is None:
             models.require_engines(current.device)
             if not Path(current.checkpoint).is_dir():
                 current.checkpoint = str(_checkpoint(workspace.settings))
-        _carry_on(workspace, current, minutes, attempts, as_json, tools, console)
+        _carry_on(workspace, current, minutes, attempts, llm, as_json, tools, console)
 
 
-def _carry_on(workspace: Workspace, current: RunState, minutes: float | None, attempts: int | None, as_json: bool, tools: Tools | None,
-              console: Console) -> None:
+def _carry_on(workspace: Workspace, current: RunState, minutes: float | None, attempts: int | None, llm: LlmOptions, as_json: bool,
+              tools: Tools | None, console: Console) -> None:
     budget = workspace.settings.budget
     jobs = state.folder(workspace, current.run) / "jobs"
     tools = tools or EngineTools(current.model, current.scale, Path(current.checkpoint), current.target, jobs)
     try:
         with screen.Screen(console) as observer:
-            Run(workspace, current, make_policy(current.policy), tools, observer, minutes=budget.minutes if minutes is None else minutes,
-                attempts=budget.attempts if attempts is None else attempts).go()
+            minutes = budget.minutes if minutes is None else minutes
+            policy = llm.policy(current.policy, workspace, current.run, minutes, console, observer.aside, observer.tick)
+            Run(workspace, current, policy, tools, observer, minutes=minutes, attempts=budget.attempts if attempts is None else attempts).go()
     except BudgetEnded:
         if as_json:
             print_json(summary_json(current))
@@ -188,7 +219,8 @@ def patch_once(path: Path | None, bindings: list[str], files: list[str], repo: P
 def write_report(path: Path, out: Path | None) -> None:
     workspace = Workspace.open(path)
     target = out or workspace.path / "report.html"
-    target.write_text(report.render(state.load_current(workspace)), encoding="utf-8")
+    current = state.load_current(workspace)
+    target.write_text(report.render(current, reading.of_run(workspace, current.run)), encoding="utf-8")
     Console().print(Text(str(target)), soft_wrap=True)
 
 
@@ -226,11 +258,18 @@ def list_models(as_json: bool) -> None:
 class _Call:
     """What a tool run alone works on."""
 
-    def __init__(self, settings: Config, tools: Tools, contract: Contract, kernels: Path, console: Console):
+    def __init__(self, settings: Config, tools: Tools, contract: Contract, kernels: Path, console: Console, status: Status | None, as_json: bool):
         self.settings, self.tools, self.contract, self.kernels, self.console = settings, tools, contract, kernels, console
+        self.status, self.as_json, self.told = status, as_json, 0.0
 
     def observer(self, event: Any) -> None:
-        """One tool alone shows no panel; its events are for `agent run`."""
+        """A spinner for a person; for a program that reads stderr, a line now and then."""
+        text = screen.doing(event)
+        if self.status:
+            self.status.update(Text(text))
+        elif self.as_json and time.monotonic() - self.told > PROGRESS_EVERY:
+            self.told = time.monotonic()
+            print("@progress " + json.dumps({"text": text}), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -255,7 +294,8 @@ def _tool(model: str | None, scale: str | None, path: Path | None, weights: Path
             jobs = workspace.private / "tools" / stamp if workspace else Path(tempfile.mkdtemp(prefix="agent-"))
             goal = settings.target.throughput if target is None else target
             tools = EngineTools(settings.model, settings.scale, _checkpoint(settings), goal, jobs)
-        yield _Call(settings, tools, bound, top / KERNELS, console)
+        status = stack.enter_context(console.status("starting")) if console.is_terminal and not as_json else None
+        yield _Call(settings, tools, bound, top / KERNELS, console, status, as_json)
 
 
 def _settings(path: Path | None, model: str | None, scale: str | None, weights: Path | None, console: Console) -> Config:

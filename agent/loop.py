@@ -1,9 +1,12 @@
 """One run, from baseline to pull request: the policy picks a step, the loop carries it out, judges it and saves before the next."""
 
 import contextlib
+import json
 import time
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from agent import __version__, pull_request
 from agent.errors import BudgetEnded, JobFailed, UserError
@@ -156,7 +159,7 @@ class Run:
             return False
         attempt.outcome, attempt.reason = ruling
         tree = self._tree(attempt)
-        attempt.evidence = write_evidence(tree, f"attempt-{attempt.number}", jsonable(attempt) | {"run": state.run, "evidence": None})
+        attempt.evidence = write_evidence(tree, f"attempt-{attempt.number}", self._portable(attempt) | {"run": state.run, "evidence": None})
         attempt.commit = self.workspace.commit(
             tree, f"{attempt.title} ({attempt.outcome})\n\n{attempt.why}\n\n{attempt.outcome.capitalize()}: {attempt.reason}",
             self._trailers() | {"Evidence": f"sha256:{attempt.evidence}"}, amend=True)
@@ -199,8 +202,12 @@ class Run:
         attempt.seconds += time.monotonic() - started
 
     def _record(self, name: str, report: VerifyReport | LocalizeReport) -> None:
-        sha = write_evidence(self._main, name, jsonable(report))
+        sha = write_evidence(self._main, name, self._portable(report))
         self.state.head = self.workspace.commit(self._main, f"Record evidence: {name}", self._trailers() | {"Evidence": f"sha256:{sha}"})
+
+    def _portable(self, report: BaseModel) -> dict[str, Any]:
+        """Plain data in which folders are named from the workspace, not from the root of this machine."""
+        return json.loads(json.dumps(jsonable(report)).replace(json.dumps(f"{self.workspace.path}/")[1:-1], ""))
 
     def _finish(self) -> None:
         """Pull request and checkout. Runs again after a kill, so each part may find itself done."""

@@ -5,6 +5,8 @@ from typing import Any
 
 import jinja2
 
+from agent.llm import reading
+from agent.llm.trajectory import Trajectory
 from agent.pull_request import environment_rows
 from agent.state import Attempt, RunState, key
 from agent.tools.divergence import Divergence, LocalizeReport, SiteCount
@@ -17,14 +19,15 @@ WORDS = {
 """Outcome -> what the page says and its tone."""
 
 
-def render(state: RunState) -> str:
-    """The page. All text is escaped: reasons and kernel names come from candidates."""
+def render(state: RunState, trajectory: Trajectory | None = None) -> str:
+    """The page; with the trajectory of a model, what that did. All text is escaped: reasons and kernel names come from candidates."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     word, tone = WORDS[state.outcome]
     best = state.best
     return environment.get_template("report.html").render(
         s=state, word=word, tone=tone, best=best, figures=_figures(state), strips=_strips(state), causes=_causes(state), groups=_groups(state),
+        steps=reading.steps(trajectory) if trajectory else [], spent=f"Spent: {trajectory.spent}." if trajectory else "",
         speed=_speed(best.throughput, state.target) if best and best.throughput else None,
         environment=environment_rows(best.environment) if best else [])
 

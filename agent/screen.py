@@ -1,6 +1,8 @@
 """What a person sees: a live panel on a terminal, plain lines elsewhere, and one screen at the end."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Protocol
@@ -52,6 +54,17 @@ class Screen:
         if self.live:
             self.live.stop()
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """The terminal without the panel, for a question to the person in front of it."""
+        if self.live:
+            self.live.stop()
+        try:
+            yield
+        finally:
+            if self.live:
+                self.live.start()
+
     def say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
@@ -99,7 +112,7 @@ class Screen:
         attempt = f"{len(state.attempts)}: {state.attempts[-1].title} ({state.attempts[-1].outcome})" if state.attempts else ""
         first = ", ".join(f"{d.operator} at {d.site} ({d.dimension})" for d in state.divergences()[:2])
         return [
-            ("phase", " · ".join(filter(None, [state.phase, _doing(self.event)]))),
+            ("phase", " · ".join(filter(None, [state.phase, doing(self.event)]))),
             ("attempt", attempt),
             ("first divergence", first),
             ("tokens compared", "" if tokens is None else f"{tokens}"),
@@ -109,7 +122,7 @@ class Screen:
         ]
 
 
-def _doing(event: Any) -> str:
+def doing(event: Any) -> str:
     """What a tool is at, in its own words."""
     if event is None or isinstance(event, str):
         return event or ""

@@ -1,6 +1,7 @@
 """What a run calls: the tools as one object, so that a stand-in can take their place."""
 
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,9 +58,13 @@ class EngineTools:
             level="full" if level == "full" else "quick", target_throughput=self.target, directory=self._folder(f"verify-{level}")), progress)
 
     def localize(self, contract: Contract, kernels: Path, progress: Progress) -> LocalizeReport:
-        return localize(LocalizeRequest(
-            family=self.family, scale=self.scale, checkpoint=self.checkpoint, contract=contract, kernels=_filled(kernels),
-            work_dir=self._folder("localize")), progress)
+        folder = self._folder("localize")
+        report = localize(LocalizeRequest(
+            family=self.family, scale=self.scale, checkpoint=self.checkpoint, contract=contract, kernels=_filled(kernels), work_dir=folder), progress)
+        # Whole traces are some 200 MB a call; the cases keep what a repro needs.
+        for traces in folder.glob("jobs/*/out"):
+            shutil.rmtree(traces, ignore_errors=True)
+        return report
 
     def repro(self, divergence: Divergence, directory: Path, kernels: Path, progress: Progress) -> ReproReport:
         return make_repro(ReproRequest(divergence=divergence, directory=directory, kernels=_filled(kernels), check=False), progress)

@@ -56,8 +56,8 @@ class Recorder:
 
     def begin(self, requests: torch.Tensor, positions: torch.Tensor) -> None:
         """int64 [T] request and position of each row of the coming step; request -1 marks a row to ignore."""
-        offsets = torch.tensor(self.offsets + [0])
-        valid = (requests >= 0) & (positions < torch.tensor(self.lengths + [0])[requests])
+        offsets = torch.tensor([*self.offsets, 0])
+        valid = (requests >= 0) & (positions < torch.tensor([*self.lengths, 0])[requests])
         self.index = torch.where(valid, offsets[requests] + positions, -1)
         self.place("row", self.index)
 

@@ -58,13 +58,3 @@ class Policy(Protocol):
     """What commits name as the author of the choice."""
 
     def decide(self, state: "RunState") -> Action: ...
-
-
-def make_policy(name: str) -> Policy:
-    """Raises UserError on a name nobody has registered."""
-    from agent.policies.playbook import Playbook
-
-    known = {Playbook.name: Playbook}
-    if name not in known:
-        raise UserError(f"unknown policy {name!r}; known: {', '.join(known)}")
-    return known[name]()

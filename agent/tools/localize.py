@@ -30,7 +30,7 @@ LENGTHS = (1, 2, 3, 5, 7, 9, 12, 15, 16, 17, 20, 31, 33, 40, 63, 65, 129)
 """prompt lengths: around every border that a kernel or a scan's chunk has at these sizes; together above 256 rows"""
 NEW_TOKENS = 8
 ALONE = (1, 7, 8, 9, 13, 15)
-"""the requests that also run without neighbours"""
+"""the requests that the rollout also runs without neighbours; training runs all of them so"""
 MOVED = (1, 7, 12)
 """the requests that also run after the weights were written anew"""
 LONG = (8, 11, 13, 15, 16)
@@ -155,7 +155,7 @@ class _Localization:
                     (packed, Run("training", "packed, again", everyone, (*packed.options, unscored), turn=1))]
         if dimension == "batch":
             alone = Run("rollout", "decode, alone", some, (("groups", tuple((i,) for i in range(len(some)))),))
-            return [(alone, decode), (Run("training", "alone", some, (("layout", "alone"), unscored)), packed),
+            return [(alone, decode), (Run("training", "alone", everyone, (("layout", "alone"), unscored)), packed),
                     (packed, Run("training", "padded", everyone, (("layout", "padded"), ("micro_batch", 6), unscored)))]
         if dimension == "phase":
             pairs = [(decode, Run("rollout", "prefill", everyone, (("mode", "prefill"),))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +79,7 @@ class Rollout:
 
     # ---- running requests -------------------------------------------------------------------------------------------
 
-    def run(self, prompts: list[list[int]], params: list, schedule: Schedule, on_step: Callable[[], None] | None = None) -> tuple[list, dict]:
+    def run(self, prompts: list[list[int]], params: list, schedule: Schedule) -> tuple[list, dict]:
         """Runs requests under a schedule.
 
         Returns (vLLM's outputs in request order, counters: steps, preemptions, cached_tokens, longest_prefill). Raises ValueError when a
@@ -91,7 +91,8 @@ class Rollout:
         if schedule.prefix_cache == "cold":
             self.llm.reset_prefix_cache()
         elif schedule.prefix_cache == "warm":
-            self.run(prompts, [self._replace(p, skip_reading_prefix_cache=True) for p in params], Schedule(groups=schedule.groups, prefix_cache="cold"))
+            fill = [self._replace(p, skip_reading_prefix_cache=True) for p in params]
+            self.run(prompts, fill, Schedule(groups=schedule.groups, prefix_cache="cold"))
         self.scheduler.scheduler_config.long_prefill_token_threshold = schedule.chunk or 0
         self._count_prefills(counters)
         try:
@@ -106,8 +107,6 @@ class Rollout:
                     if schedule.preempt_every and step and step % schedule.preempt_every == 0 and self.scheduler.running:
                         counters["preemptions"] += len(self.scheduler.running)
                         self.llm.reset_prefix_cache(reset_running_requests=True)
-                    before = on_step or (lambda: None)
-                    before()
                     for output in engine.step():
                         if output.finished:
                             outputs[int(output.request_id.split("/")[1])] = output
@@ -167,17 +166,17 @@ class Rollout:
             sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
         return _sampled(outputs), counters
 
-    def replay(self, requests: list[dict], schedule: Schedule, temperature: float | None, on_step=None) -> tuple[dict, dict]:
+    def replay(self, requests: list[dict], schedule: Schedule, temperature: float | None) -> tuple[dict, dict]:
         """Decodes given tokens under a schedule. Returns (log-probability arrays, counters)."""
         params = [self._params(max_tokens=len(r["tokens"]), temperature=temperature or 1.0, forced=r["tokens"],
                                read_cache=schedule.prefix_cache != "off") for r in requests]
-        outputs, counters = self.run([r["prompt"] for r in requests], params, schedule, on_step)
+        outputs, counters = self.run([r["prompt"] for r in requests], params, schedule)
         return _sampled(outputs), counters
 
-    def score(self, requests: list[dict], schedule: Schedule, on_step=None) -> tuple[dict, dict]:
+    def score(self, requests: list[dict], schedule: Schedule) -> tuple[dict, dict]:
         """Log-probabilities of given tokens by prefill (prompt log-probabilities)."""
         params = [self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0, logprobs=None) for _ in requests]
-        outputs, counters = self.run([r["prompt"] + r["tokens"] for r in requests], params, schedule, on_step)
+        outputs, counters = self.run([r["prompt"] + r["tokens"] for r in requests], params, schedule)
         rows = []
         for i, (request, output) in enumerate(zip(requests, outputs, strict=True)):
             start = len(request["prompt"])

@@ -1,11 +1,13 @@
 """The patches for which vLLM has no extension point, all in one place.
 
-| patched | why no extension point serves | tested |
-|---|---|---|
-| `mamba_mixer2.causal_conv1d_fn`, `.causal_conv1d_update`, `.mamba_chunk_scan_combined_varlen`, `.selective_state_update` | the mixer imports these functions by name; replacing the whole mixer would copy 400 lines of scheduling code | 0.32.0 |
-| `UnquantizedLinearMethod.apply`, `UnquantizedEmbeddingMethod.apply`, `.embedding` | linear layers call their quantisation method, and the unquantised one cannot be registered anew | 0.32.0 |
-| `Sampler.compute_logprobs` | a static method that both the sampler and the prompt-logprob path call | 0.32.0 |
-| `_custom_ops._supports_onednn = False` | oneDNN packs a weight and drops the original, which an in-place weight update needs; where a CPU has that path the patch costs speed, which the throughput figure then shows | 0.32.0 |
+Tested with vLLM 0.32.0.
+
+| patched | why no extension point serves |
+|---|---|
+| the convolution's and the scan's prefill and decode functions in `mamba_mixer2` | the mixer imports them by name |
+| `UnquantizedLinearMethod.apply`, `UnquantizedEmbeddingMethod.apply`, `.embedding` | the unquantised method cannot be registered anew |
+| `Sampler.compute_logprobs` | a static method that both the sampler and the prompt-logprob path call |
+| `_custom_ops._supports_onednn = False` | oneDNN drops the original weight, which an in-place update needs; the throughput figure shows the cost |
 
 Each patch runs vLLM's own function when its operator is not bound.
 """
@@ -13,6 +15,7 @@ Each patch runs vLLM's own function when its operator is not bound.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 
@@ -145,5 +148,4 @@ def _patch_sampler() -> None:
 
 
 def _spans(starts: torch.Tensor) -> list[tuple[int, int]]:
-    edges = starts.tolist()
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(starts.tolist()))

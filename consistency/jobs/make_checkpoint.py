@@ -9,7 +9,6 @@ log-probability of a sampled token leaves that regime, and norms, biases and ste
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -61,7 +60,7 @@ def write(name: str, scale: str, out: Path, seed: int = 0) -> None:
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
         build(name, scale, seed).save_pretrained(temporary)
-        os.replace(temporary, out)
+        temporary.replace(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -106,10 +106,10 @@ def _failure(error: Exception) -> dict:
 def _write_json(path: Path, data: dict) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(data))
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def _write_arrays(path: Path, arrays: dict[str, torch.Tensor]) -> None:
     temporary = path.with_suffix(".part")
     save_file({k: v.contiguous() for k, v in arrays.items()}, temporary)
-    os.replace(temporary, path)
+    temporary.replace(path)

@@ -38,7 +38,7 @@ def vllm_sites(model) -> list[ModuleSite]:
         else:
             sites += [at("mixer.up_proj", "linear", "up_proj", first), at("mixer.act_fn", "relu_squared", "relu_squared", first),
                       at("mixer.down_proj", "linear", "down_proj", first)]
-    return sites + [ModuleSite("model.norm_f", Site("final_residual", HEAD_LAYER, "rms_norm", "final_residual"), residual_of),
+    return [*sites, ModuleSite("model.norm_f", Site("final_residual", HEAD_LAYER, "rms_norm", "final_residual"), residual_of),
                     ModuleSite("model.norm_f", Site("final_norm", HEAD_LAYER, "rms_norm", "final_norm"), normed)]
 
 

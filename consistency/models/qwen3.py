@@ -37,7 +37,7 @@ def vllm_sites(model) -> list[ModuleSite]:
             at("post_attention_layernorm", "rms_norm", "post_norm", normed),
             at("mlp.gate_up_proj", "linear", "gate_up_proj", first), at("mlp.act_fn", "silu_and_mul", "activation", first),
             at("mlp.down_proj", "linear", "down_proj", first)]
-    return sites + [ModuleSite("model.norm", Site("final_residual", HEAD_LAYER, "rms_norm", "final_residual"), residual_of),
+    return [*sites, ModuleSite("model.norm", Site("final_residual", HEAD_LAYER, "rms_norm", "final_residual"), residual_of),
                     ModuleSite("model.norm", Site("final_norm", HEAD_LAYER, "rms_norm", "final_norm"), normed)]
 
 

@@ -64,6 +64,19 @@ def test_every_evidence_file_is_named_by_a_trailer(workspace):
         assert stored["outcome"] == attempt.outcome and stored["reason"] == attempt.reason
 
 
+def test_evidence_names_no_folder_of_this_machine(workspace):
+    class Placed(FakeTools):
+        def verify(self, contract, kernels, level, progress):
+            report = super().verify(contract, kernels, level, progress)
+            return report.model_copy(update={"evidence": str(workspace.path / ".agent" / "jobs" / level)})
+
+    begin(workspace)
+    carry_on(workspace, Placed(WORLD))
+    found = [path.read_text() for path in sorted((workspace.path / "evidence").iterdir())]
+    assert any('"evidence": ".agent/jobs/full"' in text for text in found)
+    assert not any(str(workspace.path) in text for text in found)
+
+
 def test_rejected_attempts_keep_branch_and_reason_and_the_next_is_tried(workspace):
     begin(workspace)
     state = carry_on(workspace, FakeTools({"engine": ["rms_norm"], "batch": ["linear"], "determinism": []}, broken=("linear=exact",)))

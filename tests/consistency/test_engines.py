@@ -83,7 +83,8 @@ def test_every_site_is_equal_in_both_phases_and_both_engines(pair):
 def test_trace_names_the_first_operator_that_was_changed(pair, tmp_path):
     contract = exact(pair.family)
     before = pair.training.run({"kind": "trace", "requests": pair.requests})
-    pair.training.run({"kind": "bind", "contract": contract.with_("linear", "reference", "training").with_("attention", "stock", "training").as_dict()})
+    changed = contract.with_("linear", "reference", "training").with_("attention", "stock", "training")
+    pair.training.run({"kind": "bind", "contract": changed.as_dict()})
     after = pair.training.run({"kind": "trace", "requests": pair.requests})
     first = next(s for s in after.data["sites"] if not np.array_equal(before.arrays["fp/" + s["key"]], after.arrays["fp/" + s["key"]]))
     assert first["operator"] == "attention"

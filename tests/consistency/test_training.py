@@ -45,7 +45,8 @@ def test_operator_by_operator_forward_equals_transformers_own(training, monkeypa
 def test_exact_forward_is_the_same_in_every_layout_and_mode(training):
     training.bindings.bind(all_bound(training.family, "exact"))
     first, _ = training.forward(requests(), Forward())
-    for how in (Forward("packed"), Forward("alone"), Forward(micro_batch=2), Forward("packed", micro_batch=3), Forward(mode="eval"), Forward(grad=False)):
+    for how in (Forward("packed"), Forward("alone"), Forward(micro_batch=2), Forward("packed", micro_batch=3), Forward(mode="eval"),
+                Forward(grad=False)):
         other, _ = training.forward(requests(), how)
         assert torch.equal(bits(first), bits(other)), how
         assert torch.equal(first["token"], other["token"])

@@ -13,7 +13,7 @@ from agent.mcp import resources
 from agent.mcp.fakes import ANSWERS
 from agent.mcp.jobs import Jobs
 from agent.mcp.workspaces import PRIVATE, Workspaces, checkout, current, workspace_id
-from agent.policies import make_policy
+from agent.policies.playbook import Playbook
 from agent.state import begin, load_current, new_run_id
 from agent.workspace import PRIVATE as PRIVATE_OF_WORKSPACE
 from agent.workspace import Workspace
@@ -35,7 +35,7 @@ def workspace(tmp_path, monkeypatch) -> Workspace:
 def run(workspace: Workspace, minutes: float) -> None:
     state = begin(workspace, run=new_run_id(workspace), checkpoint="none", device="cpu", policy="playbook", target=0.9)
     tools = FakeTools({"engine": ["rms_norm", "linear"]})
-    Run(workspace, state, make_policy("playbook"), tools, SilentObserver(), minutes=minutes, attempts=9).go()
+    Run(workspace, state, Playbook(), tools, SilentObserver(), minutes=minutes, attempts=9).go()
 
 
 async def read(client: Client, uri: str) -> str:
