@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from pydantic import BaseModel, Field
 
-from agent.errors import UserError
 from agent.tools.patch_kernel import Binding
 
 if TYPE_CHECKING:

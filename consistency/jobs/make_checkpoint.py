@@ -60,7 +60,11 @@ def write(name: str, scale: str, out: Path, seed: int = 0) -> None:
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
         build(name, scale, seed).save_pretrained(temporary)
-        temporary.replace(out)
+        try:
+            temporary.replace(out)
+        except OSError:
+            if not (out / "config.json").exists():  # else another process wrote the same weights meanwhile
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
