@@ -173,8 +173,8 @@ def by_form(case: Case, outputs: Outputs, rows: torch.Tensor) -> dict:
     (fit_a, own_a), (fit_b, own_b) = (best_fit(part, side, value, unequal) for side, value in enumerate(sampled))
     for off, (fit, own, other) in enumerate(((fit_a, own_a, fit_b), (fit_b, own_b, fit_a))):
         if fit.form.kind and own.gross and other.gross and not fit.gross:
-            return {"cause": fit.form.kind, "deviating": None, "detail": f"{fit.form.label}: this form gives {1 - fit.unequal:.1%} of the elements of "
-                    f"one side ({case.executions[off].label}); the other side is far from every known form"}
+            return {"cause": fit.form.kind, "deviating": None, "detail": f"{fit.form.label}: this form gives {1 - fit.unequal:.1%} of the elements "
+                    f"of one side ({case.executions[off].label}); the other side is far from every known form"}
     if fit_a.gross or fit_b.gross:
         return _gross(case, outputs, rows & unequal_rows(*outputs), (fit_a, fit_b))
     if fit_a.form.label != fit_b.form.label:
