@@ -41,9 +41,7 @@ def measure(model: str) -> dict[str, Any]:
         run, run_seconds = _agent(run_command, folder)
         found, localize_seconds = _agent(["localize", "--model", model, "--json"], folder)
     return {
-        "model": model, "scale": run["scale"], "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "hardware": hardware(), "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}},
+        "model": model, "scale": run["scale"], **stamp(),
         "run": {
             "command": shlex.join(["agent", *run_command[:3]]), "seconds": run_seconds, "outcome": run["outcome"], "why": run["why"],
             "baseline": run["baseline"], "throughput": run["throughput"], "attempts": run["attempts"], "verdict": run["verdict"]},
@@ -72,6 +70,13 @@ def _time(command: list[str]) -> float:
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+
+
+def stamp() -> dict[str, Any]:
+    """What a result file must say about itself: date, command, hardware, versions."""
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "command": shlex.join(["python", *sys.orig_argv[1:]]), "hardware": hardware(),
+        "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}}
 
 
 def hardware() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from agent.tools.divergence import LocalizeReport
 from agent.tools.engines import ENGINES, EnginePair
 from agent.tools.localize import DIMENSIONS, locate
 from agent.tools.weights import moved_checkpoint
+from bench.cpu import stamp
 from consistency.contract import Contract
 from consistency.models.catalog import FAMILIES
 from tests.faults.table import FAULTS, KERNELS, Fault
@@ -134,7 +135,7 @@ def _outcome(fault: Fault, report: LocalizeReport, seconds: float) -> Outcome:
 
 def table(outcomes: list[Outcome], seconds: float) -> dict:
     """The committed result."""
-    return {"faults": len(outcomes), "right": sum(o.right for o in outcomes), "cause_right": sum(o.cause_right for o in outcomes),
+    return {**stamp(), "faults": len(outcomes), "right": sum(o.right for o in outcomes), "cause_right": sum(o.cause_right for o in outcomes),
             "silent": sum(o.found is None for o in outcomes), "seconds": round(seconds, 1),
             "outcomes": [{**asdict(o), "seconds": round(o.seconds, 2), "right": o.right, "cause_right": o.cause_right} for o in outcomes]}
 
@@ -153,7 +154,7 @@ def main() -> None:
               f"expected {' '.join(o.expected)} on {o.side}; {o.detail}", flush=True)
     result = table(outcomes, time.monotonic() - begun)
     spent = sum(resource.getrusage(who).ru_utime + resource.getrusage(who).ru_stime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    print({**{k: v for k, v in result.items() if k != "outcomes"}, "cpu_seconds": round(spent)})
+    print({**{k: v for k, v in result.items() if k in ("faults", "right", "cause_right", "silent", "seconds")}, "cpu_seconds": round(spent)})
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
