@@ -25,7 +25,14 @@ def main() -> None:
 def fill(text: str, results: Path) -> str:
     """Replace what stands between `<!-- results:cpu -->` and `<!-- end -->`."""
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("cpu-*.json"))]
-    return re.sub(r"(<!-- results:cpu -->\n).*?(<!-- end -->)", lambda match: match[1] + cpu_table(rows) + match[2], text, flags=re.DOTALL)
+    faults = results / "faults-cpu.json"
+    body = cpu_table(rows) + (fault_line(json.loads(faults.read_text(encoding="utf-8"))) if faults.exists() else "")
+    return re.sub(r"(<!-- results:cpu -->\n).*?(<!-- end -->)", lambda match: match[1] + body + match[2], text, flags=re.DOTALL)
+
+
+def fault_line(result: dict[str, Any]) -> str:
+    return (f"\n`localize` named operator, dimension and deviating side of {result['right']} of {result['faults']} injected faults, and called "
+            f"{result['silent']} of them equal; {result['date']}; `{result['command']}`.\n")
 
 
 def cpu_table(results: list[dict[str, Any]]) -> str:
