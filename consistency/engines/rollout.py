@@ -166,7 +166,7 @@ class Rollout:
             sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
         return _sampled(outputs), counters
 
-    def replay(self, requests: list[dict], schedule: Schedule, temperature: float | None) -> tuple[dict, dict]:
+    def replay(self, requests: list[dict], schedule: Schedule, temperature: float | None = None) -> tuple[dict, dict]:
         """Decodes given tokens under a schedule. Returns (log-probability arrays, counters)."""
         params = [self._params(max_tokens=len(r["tokens"]), temperature=temperature or 1.0, forced=r["tokens"],
                                read_cache=schedule.prefix_cache != "off") for r in requests]

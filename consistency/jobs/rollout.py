@@ -80,8 +80,7 @@ def _trace(rollout, step):
     recorder = Recorder([len(r["prompt"]) + len(r["tokens"]) for r in step["requests"]], step.get("dump"))
     with traced(rollout, recorder):
         run = rollout.replay if step.get("mode", "decode") == "decode" else rollout.score
-        arguments = (step["requests"], _schedule(step)) + ((None,) if run == rollout.replay else ())
-        arrays, counters = run(*arguments)
+        arrays, counters = run(step["requests"], _schedule(step))
     return {**arrays, **recorder.arrays()}, {"sites": recorder.site_list(), **counters}
 
 
