@@ -13,7 +13,9 @@ from consistency.contract import Contract
 from consistency.engines.arrays import arrays
 
 DEFAULTS = {"plugin": True, "max_num_seqs": 64, "max_model_len": 512, "max_num_batched_tokens": 2048, "logprobs_mode": "raw_logprobs",
-            "enable_prefix_caching": True, "eager": True, "threads": 1}
+            "enable_prefix_caching": True, "eager": True, "threads": 1, "device": "cpu", "compile": True, "runner": None,
+            "gpu_memory_utilization": 0.4, "capture_sizes": None}
+"""`compile`: torch.compile beside CUDA graphs, unless eager; `runner`: `v1`, `v2` or None; `capture_sizes`: batch sizes of the graphs"""
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Rollout:
         if settings["plugin"]:
             from consistency.engines import plugin
 
-            self.bindings = plugin.install(kernels)
+            self.bindings = plugin.install(kernels, settings["device"])
             self.bindings.bind(contract)
         elif contract != Contract():
             raise ValueError("a contract needs the plugin")
@@ -52,19 +54,46 @@ class Rollout:
             self.bindings = None
         from vllm import LLM
 
-        from consistency.engines.forced_tokens import ForcedTokens
-
         torch.set_num_threads(settings["threads"])
         self.llm = LLM(
             str(checkpoint), enforce_eager=settings["eager"], skip_tokenizer_init=True, max_model_len=settings["max_model_len"],
             max_num_seqs=settings["max_num_seqs"], max_num_batched_tokens=settings["max_num_batched_tokens"],
             logprobs_mode=settings["logprobs_mode"], enable_prefix_caching=settings["enable_prefix_caching"] and family != "nemotron-3.5",
-            logits_processors=[ForcedTokens], disable_log_stats=True, seed=0)
+            disable_log_stats=True, seed=0, **(self._cuda(contract) if settings["device"] == "cuda" else self._forced_tokens()))
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.model = self.runner.model
+        self.replays_traces = self.llm.llm_engine.vllm_config.model_config.enable_trace_replay
         self._count = 0
+
+    @staticmethod
+    def _forced_tokens() -> dict:
+        from consistency.engines.forced_tokens import ForcedTokens
+
+        return {"logits_processors": [ForcedTokens]}
+
+    def _cuda(self, contract: Contract) -> dict:
+        """Engine arguments that only a GPU has."""
+        settings = self.settings
+        arguments: dict = {"gpu_memory_utilization": settings["gpu_memory_utilization"]}
+        # the V2 runner forces tokens itself
+        arguments |= self._forced_tokens() if settings["runner"] == "v1" else {"enable_trace_replay": True}
+        if settings["plugin"]:
+            # part of the key under which vLLM keeps compiled graphs
+            arguments["additional_config"] = {"consistency_contract": contract.dumps()}
+        if self.family == "nemotron-3.5":
+            arguments["mamba_ssm_cache_dtype"] = "float32"
+        if not settings["eager"]:
+            graphs: dict = {} if settings["compile"] else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            if settings["capture_sizes"]:
+                graphs["cudagraph_capture_sizes"] = settings["capture_sizes"]
+            arguments["compilation_config"] = graphs
+        if (self.checkpoint / "seed.json").exists():
+            from consistency.engines import seeded_weights
+
+            arguments["load_format"] = seeded_weights.LOAD_FORMAT
+        return arguments
 
     def resolved(self) -> dict:
         """The engine configuration that a throughput comparison must find equal on both arms."""
@@ -75,11 +104,11 @@ class Rollout:
                 "ssm_cache_dtype": config.cache_config.mamba_ssm_cache_dtype, "kv_cache_dtype": config.cache_config.cache_dtype,
                 "compilation_mode": str(config.compilation_config.mode), "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
                 "async_scheduling": config.scheduler_config.async_scheduling, "num_blocks": config.cache_config.num_gpu_blocks,
-                "torch_threads": torch.get_num_threads()}
+                "torch_threads": torch.get_num_threads(), "v2_model_runner": config.use_v2_model_runner}
 
     # ---- running requests -------------------------------------------------------------------------------------------
 
-    def run(self, prompts: list[list[int]], params: list, schedule: Schedule) -> tuple[list, dict]:
+    def run(self, prompts: list[list[int]], params: list, schedule: Schedule, count_prefills: bool = True) -> tuple[list, dict]:
         """Runs requests under a schedule.
 
         Returns (vLLM's outputs in request order, counters: steps, preemptions, cached_tokens, longest_prefill). Raises ValueError when a
@@ -94,7 +123,8 @@ class Rollout:
             fill = [self._replace(p, skip_reading_prefix_cache=True) for p in params]
             self.run(prompts, fill, Schedule(groups=schedule.groups, prefix_cache="cold"))
         self.scheduler.scheduler_config.long_prefill_token_threshold = schedule.chunk or 0
-        self._count_prefills(counters)
+        if count_prefills:
+            self._count_prefills(counters)
         try:
             for group in schedule.groups or [list(range(len(prompts)))]:
                 waiting = list(enumerate(group))
@@ -118,7 +148,8 @@ class Rollout:
             raise
         finally:
             self.scheduler.scheduler_config.long_prefill_token_threshold = 0
-            del self.scheduler.schedule
+            if count_prefills:
+                del self.scheduler.schedule
         return [outputs[i] for i in range(len(prompts))], counters
 
     def _count_prefills(self, counters: dict) -> None:
@@ -142,28 +173,32 @@ class Rollout:
         return copy
 
     def _params(self, *, max_tokens: int, temperature: float, forced: list[int] | None = None, read_cache: bool = False,
-                prompt_logprobs: int | None = None, logprobs: int | None = 0):
+                prompt_logprobs: int | None = None, logprobs: int | None = 0, seed: int | None = None):
         from vllm import SamplingParams
 
+        force = {} if not forced else {"trace_decode_token_ids": forced} if self.replays_traces else {"extra_args": {"forced_tokens": forced}}
         return SamplingParams(
             temperature=temperature, max_tokens=max_tokens, min_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, detokenize=False,
-            prompt_logprobs=prompt_logprobs, skip_reading_prefix_cache=not read_cache, extra_args={"forced_tokens": forced} if forced else None)
+            prompt_logprobs=prompt_logprobs, skip_reading_prefix_cache=not read_cache, seed=seed, **force)
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int], seed: int, temperature: float, processed: bool = False) -> tuple[dict, dict]:
         """Samples. `processed`: log-probabilities after the temperature. Returns (log-probability arrays, counters).
 
-        The engine's generator is seeded, not each request: vLLM's per-request CPU generators cannot be carried over a chunked prefill.
+        On the CPU the engine's generator is seeded, not each request: vLLM's per-request CPU generators cannot be carried over a chunked prefill.
         """
-        params = [self._params(max_tokens=n, temperature=temperature) for n in max_tokens]
+        own = self.settings["device"] != "cpu"
+        params = [self._params(max_tokens=n, temperature=temperature, seed=seed * 1_000_003 + i if own else None) for i, n in enumerate(max_tokens)]
         sampler = self.runner.sampler
+        parts = [sampler, *([sampler.topk_topp_sampler] if hasattr(sampler, "topk_topp_sampler") else [])]
         mode = sampler.logprobs_mode
-        if processed:
-            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "processed_logprobs"
+        for part in parts if processed else []:
+            part.logprobs_mode = "processed_logprobs"
         torch.manual_seed(seed)
         try:
             outputs, counters = self.run(prompts, params, Schedule())
         finally:
-            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
+            for part in parts:
+                part.logprobs_mode = mode
         return _sampled(outputs), counters
 
     def replay(self, requests: list[dict], schedule: Schedule, temperature: float | None = None) -> tuple[dict, dict]:
@@ -188,7 +223,7 @@ class Rollout:
         """Decode of fixed length, unseeded sampling at temperature 1 with log-probabilities on."""
         params = [self._params(max_tokens=max_tokens, temperature=1.0) for _ in prompts]
         started = time.perf_counter()
-        outputs, _ = self.run(prompts, params, Schedule())
+        outputs, _ = self.run(prompts, params, Schedule(), count_prefills=False)
         seconds = time.perf_counter() - started
         tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
         return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}

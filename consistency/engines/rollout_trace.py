@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from vllm.forward_context import get_forward_context
 
-from consistency.engines import vllm_patches
+from consistency.engines import events
 from consistency.models import family as family_module
 from consistency.models.catalog import HEAD_LAYER
 from consistency.trace import Recorder, Site, fingerprint
@@ -20,19 +20,26 @@ _ROLES = {"causal_conv1d": "conv1d", "mamba2_scan": "scan"}
 def traced(rollout, recorder: Recorder):
     """While active, every step of `rollout` is recorded. Request ids must be `COUNT/INDEX` with the index of the request in the recorder."""
     tracer = _Tracer(rollout, recorder)
+    runner = rollout.runner
+    if not hasattr(runner, "input_batch"):
+        # the V2 runner keeps no batch: it is caught where it is made
+        prepare_inputs = runner.prepare_inputs
+        runner.prepare_inputs = lambda *a, **k: tracer.remember(prepare_inputs(*a, **k))
     handles = [rollout.model.register_forward_pre_hook(tracer.begin, with_kwargs=True)]
     for module, calls in _by_module(rollout.model, family_module(rollout.family).vllm_sites(rollout.model)):
         handles.append(module.register_forward_hook(tracer.hook(calls)))
     compute_logits = rollout.model.compute_logits
     rollout.model.compute_logits = lambda hidden, *a, **k: tracer.head(hidden, compute_logits(hidden, *a, **k))
-    vllm_patches.MAMBA_EVENTS.append(tracer.mamba)
-    vllm_patches.LOGITS_EVENTS.append(tracer.log_softmax)
+    events.MAMBA.append(tracer.mamba)
+    events.LOGITS.append(tracer.log_softmax)
     try:
         yield
     finally:
-        vllm_patches.MAMBA_EVENTS.remove(tracer.mamba)
-        vllm_patches.LOGITS_EVENTS.remove(tracer.log_softmax)
+        events.MAMBA.remove(tracer.mamba)
+        events.LOGITS.remove(tracer.log_softmax)
         del rollout.model.compute_logits
+        if not hasattr(runner, "input_batch"):
+            del runner.prepare_inputs
         for handle in handles:
             handle.remove()
 
@@ -52,6 +59,11 @@ class _Tracer:
         self.calls: dict[torch.nn.Module, int] = {}
         self.final: dict[int, int] = {}
         self.head_rows: torch.Tensor | None = None
+        self.batch = None
+
+    def remember(self, batch):
+        self.batch = batch
+        return batch
 
     def begin(self, module, args, kwargs) -> None:
         """Maps the rows of the coming step to (request, position)."""
@@ -61,12 +73,16 @@ class _Tracer:
         if metadata is None:
             self.recorder.begin(torch.full((len(positions),), -1), torch.zeros(len(positions), dtype=torch.int64))
             return
-        starts = next(iter(m for m in metadata.values() if getattr(m, "query_start_loc", None) is not None), None)
-        counts = self._counts(metadata, starts)
-        requests = [int(r.split("/")[1].split("-")[0]) for r in self.runner.input_batch.req_ids[:len(counts)]]
+        if self.batch is not None:
+            counts, names = self.batch.num_scheduled_tokens.tolist(), self.batch.req_ids
+        else:
+            starts = next(iter(m for m in metadata.values() if getattr(m, "query_start_loc", None) is not None), None)
+            counts = self._counts(metadata, starts)
+            names = self.runner.input_batch.req_ids[:len(counts)]
+        requests = [int(r.split("/")[1].split("-")[0]) for r in names]
         request = torch.repeat_interleave(torch.tensor(requests), torch.tensor(counts))
         padding = len(positions) - len(request)
-        self.recorder.begin(torch.cat([request, torch.full((padding,), -1)]), positions.long())
+        self.recorder.begin(torch.cat([request, torch.full((padding,), -1)]), positions.long().cpu())
         mamba = [m for m in metadata.values() if hasattr(m, "num_decode_tokens") and hasattr(m, "num_prefills")]
         self.decode_rows = mamba[0].num_decode_tokens if mamba else 0
         self.final = {}

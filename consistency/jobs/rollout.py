@@ -103,7 +103,7 @@ def main() -> int:
     engine = json.loads((directory / "job.json").read_text()).get("engine") or {}
     from consistency.engines.environment import prepare
 
-    prepare(engine.get("threads", 1))
+    prepare(engine.get("threads", 1), engine.get("device", "cpu"), engine.get("runner"))
     from consistency.jobs.protocol import serve
 
     return serve(directory, start)

@@ -96,7 +96,7 @@ def test_sweep_reports_a_row_that_depends_on_the_batch():
 
 
 def test_mamba_decode_in_a_graph_folds_and_goes_on():
-    """One captured step replayed across two chunk borders gives the rows of the scan: positions live on the device."""
+    """One captured step replayed across two chunk borders gives the rows of the scan: lengths live on the device."""
     from consistency.operators.cuda import mamba2_cases as m
 
     generator = torch.Generator("cuda").manual_seed(3)
@@ -106,10 +106,10 @@ def test_mamba_decode_in_a_graph_folds_and_goes_on():
     expected, state, _ = m.scan_with_state(x, dt, A, B, C, D, dt_bias, m.ChunkTable.build([270], "cuda"))
     cache = m.Mamba2Cache.allocate(3, m.HEADS, m.GROUPS, m.P, m.N, "cuda")
     static = [t[:1].clone() for t in tokens]
-    position, slot = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.full((1,), 2, dtype=torch.int64, device="cuda")
+    reached, slot = torch.ones(1, dtype=torch.int64, device="cuda"), torch.full((1,), 2, dtype=torch.int64, device="cuda")
 
     def step():
-        return m.mamba2_decode(static[0], static[1], A, static[2], static[3], D, dt_bias, position, slot, *cache.tensors(), 0)
+        return m.mamba2_decode(static[0], static[1], A, static[2], static[3], D, dt_bias, reached, slot, *cache.tensors(), 0)
 
     step()
     torch.cuda.synchronize()
@@ -120,7 +120,7 @@ def test_mamba_decode_in_a_graph_folds_and_goes_on():
     for t in range(270):
         for target, source in zip(static, tokens, strict=True):
             target.copy_(source[t : t + 1])
-        position.fill_(t)
+        reached.fill_(t + 1)
         graph.replay()
         rows.append(y.clone())
     assert torch.equal(torch.cat(rows), expected)

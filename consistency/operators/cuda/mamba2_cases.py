@@ -108,8 +108,8 @@ def phases() -> dict[str, tuple[int, int]]:
             x, dt, B, C = (torch.stack([tokens[i][j][done[i]] for i in padded]) for j in range(4))
             index = slots[padded].clone()
             index[1] = 0
-            where = torch.tensor([done[i] for i in padded], device="cuda")
-            y = mamba2_decode(x, dt, A, B, C, D, dt_bias, where, index, *cache.tensors(), 0)
+            reached = torch.tensor([done[i] + 1 for i in padded], device="cuda")
+            y = mamba2_decode(x, dt, A, B, C, D, dt_bias, reached, index, *cache.tensors(), 0)
             for i, part in zip(batch, torch.cat((y[:1], y[2:])), strict=True):
                 outputs[i].append(part[None])
                 done[i] += 1
@@ -157,18 +157,18 @@ def _decode_case(rounded_copy: bool) -> Case:
                 part.copy_(normal(tuple(part.shape), generator, scale))
         cache.rounded.copy_(cache.state)
         # every place in the chunk but the last: a fold would change the state between two calls
-        positions = torch.randint(0, 8192, (rows,), generator=generator, device=generator.device)
-        positions -= (positions % CHUNK == CHUNK - 1).to(positions.dtype)
+        reached = torch.randint(1, 8193, (rows,), generator=generator, device=generator.device)
+        reached -= (reached % CHUNK == 0).to(reached.dtype)
         slots = 1 + torch.randperm(rows, generator=generator, device=generator.device, dtype=torch.int32)
         A, D, dt_bias = parameters(generator)
         cache.cs.copy_(torch.cumsum(torch.nn.functional.softplus(cache.dt.float() + dt_bias[:, None]) * A[:, None], -1))
-        return Inputs((*draw_tokens(rows, generator), positions, slots), (A, D, dt_bias, *cache.tensors()))
+        return Inputs((*draw_tokens(rows, generator), reached, slots), (A, D, dt_bias, *cache.tensors()))
 
-    def exact(x, dt, B, C, positions, slots, A, D, dt_bias, *cache):
-        return mamba2_decode(x, dt, A, B, C, D, dt_bias, positions, slots, *cache, 0)
+    def exact(x, dt, B, C, reached, slots, A, D, dt_bias, *cache):
+        return mamba2_decode(x, dt, A, B, C, D, dt_bias, reached, slots, *cache, 0)
 
-    def reference(x, dt, B, C, positions, slots, A, D, dt_bias, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer):
-        slots, place, ratio = slots.long(), (positions % CHUNK).long(), HEADS // GROUPS
+    def reference(x, dt, B, C, reached, slots, A, D, dt_bias, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer):
+        slots, place, ratio = slots.long(), ((reached - 1) % CHUNK).long(), HEADS // GROUPS
         rows = torch.arange(len(slots), device=x.device)
         xs, bs, raw = (t[slots].double() for t in (x_buffer, B_buffer, dt_buffer))
         xs[rows, :, place], bs[rows, :, place], raw[rows, :, place] = x.double(), B.double(), dt.double()
@@ -181,7 +181,7 @@ def _decode_case(rounded_copy: bool) -> Case:
         y += torch.einsum("rhn,rhpn->rhp", C.double().repeat_interleave(ratio, 1), state[slots].double()) * now.exp()
         return y + x.double() * D.double()[:, None]
 
-    def stock_timed(x, dt, B, C, positions, slots, A, D, dt_bias, state, *_):
+    def stock_timed(x, dt, B, C, reached, slots, A, D, dt_bias, state, *_):
         from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
 
         def expand(t, *shape):

@@ -56,20 +56,20 @@ class Mamba2Cache:
 
 
 @triton.jit
-def _append_kernel(x_ptr, dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, positions_ptr, slots_ptr, x_buffer, B_buffer, dt_buffer, cs_buffer, cb_ptr,
-                   x_stride, dt_stride, B_stride, C_stride, null_slot, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                   RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):
+def _append_kernel(x_ptr, dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, lengths_ptr, slots_ptr, x_buffer, B_buffer, dt_buffer, cs_buffer, cb_ptr,
+                   x_stride, dt_stride, B_stride, C_stride, x_slot, B_slot, dt_slot, cs_slot, null_slot, HEADS: tl.constexpr, P: tl.constexpr,
+                   N: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     group, request = tl.program_id(0), tl.program_id(2).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    m = (tl.load(positions_ptr + request) % CHUNK).to(tl.int32)
+    m = (tl.maximum(tl.load(lengths_ptr + request) - 1, 0) % CHUNK).to(tl.int32)
     base = tl.program_id(1) * BLOCK_K
     if slot == null_slot or base > m:
         return
     n, k, rows = tl.arange(0, N), base + tl.arange(0, BLOCK_K), tl.arange(0, 16)[:, None]
     b = tl.load(B_ptr + request * B_stride + group * N + n)
-    rows_of_b = B_buffer + (slot * (HEADS // RATIO) + group) * CHUNK * N
+    rows_of_b = B_buffer + slot * B_slot + group * CHUNK * N
     keys = tl.load(rows_of_b + k[None, :] * N + n[:, None], mask=k[None, :] < m, other=0.0)
     keys = tl.where(k[None, :] == m, b[:, None], keys)
     c = tl.load(C_ptr + request * C_stride + group * N + n[None, :] + rows * 0, mask=(rows == 0) & (n[None, :] >= 0), other=0.0)
@@ -81,23 +81,23 @@ def _append_kernel(x_ptr, dt_ptr, B_ptr, C_ptr, A_ptr, bias_ptr, positions_ptr, 
         h = group * RATIO + tl.arange(0, RATIO)
         raw = tl.load(dt_ptr + request * dt_stride + h)
         step = softplus(raw.to(tl.float32) + tl.load(bias_ptr + h).to(tl.float32))
-        row = (slot * HEADS + h) * CHUNK + m
-        before = tl.load(cs_buffer + row - 1, mask=(h >= 0) & (m > 0), other=0.0)
-        tl.store(cs_buffer + row, tl.fma(step, tl.load(A_ptr + h).to(tl.float32), before))
-        tl.store(dt_buffer + row, raw)
+        row = h * CHUNK + m
+        before = tl.load(cs_buffer + slot * cs_slot + row - 1, mask=(h >= 0) & (m > 0), other=0.0)
+        tl.store(cs_buffer + slot * cs_slot + row, tl.fma(step, tl.load(A_ptr + h).to(tl.float32), before))
+        tl.store(dt_buffer + slot * dt_slot + row, raw)
         lanes = tl.arange(0, RATIO * P)
         head = group * RATIO + lanes // P
-        tl.store(x_buffer + ((slot * HEADS + head) * CHUNK + m) * P + lanes % P, tl.load(x_ptr + request * x_stride + group * RATIO * P + lanes))
+        tl.store(x_buffer + slot * x_slot + (head * CHUNK + m) * P + lanes % P, tl.load(x_ptr + request * x_stride + group * RATIO * P + lanes))
 
 
 @triton.jit
-def _open_chunk_block(k, m, cs_m, step_m, x_m, bias, row, p, x_buffer, dt_buffer, cs_buffer, P: tl.constexpr):
+def _open_chunk_block(k, m, cs_m, step_m, x_m, bias, p, x_rows, dt_rows, cs_rows, P: tl.constexpr):
     """Decay, step and x of a block of the open chunk. Place m is the current token, whose row need not be in the buffers yet."""
     old = k < m
-    cs = tl.where(k == m, cs_m, tl.load(cs_buffer + row + k, mask=old, other=0.0))
-    step = softplus(tl.load(dt_buffer + row + k, mask=old, other=0.0).to(tl.float32) + bias)
+    cs = tl.where(k == m, cs_m, tl.load(cs_rows + k, mask=old, other=0.0))
+    step = softplus(tl.load(dt_rows + k, mask=old, other=0.0).to(tl.float32) + bias)
     step = tl.where(k == m, step_m, step)
-    x = tl.load(x_buffer + (row + k[:, None]) * P + p[None, :], mask=old[:, None], other=0.0)
+    x = tl.load(x_rows + k[:, None] * P + p[None, :], mask=old[:, None], other=0.0)
     x = tl.where(k[:, None] == m, x_m, x)
     return exp_base2(tl.minimum(cs_m - cs, 0.0)), step, x
 
@@ -113,34 +113,39 @@ def _add_block(accumulator, decay, step, x, k, m, cb_ptr):
 
 
 @triton.jit
-def _row_kernel(x_ptr, dt_ptr, C_ptr, A_ptr, D_ptr, bias_ptr, positions_ptr, slots_ptr, state_ptr, rounded_ptr, x_buffer, B_buffer, dt_buffer,
-                cs_buffer, cb_ptr, y_ptr, x_stride, dt_stride, C_stride, null_slot, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-                RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, HAS_ROUNDED: tl.constexpr, OVERLAP: tl.constexpr):
+def _row_kernel(x_ptr, dt_ptr, C_ptr, A_ptr, D_ptr, bias_ptr, lengths_ptr, slots_ptr, state_ptr, rounded_ptr, x_buffer, B_buffer, dt_buffer,
+                cs_buffer, cb_ptr, y_ptr, x_stride, dt_stride, C_stride, state_slot, rounded_slot, x_slot, B_slot, dt_slot, cs_slot, null_slot,
+                HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+                HAS_ROUNDED: tl.constexpr, OVERLAP: tl.constexpr):
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
     if slot == null_slot:
         # also here: a later kernel waits for this one only, and must find the first one done
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
+        # padding stays finite, so that the layers after this one meet no NaN
+        lanes = tl.arange(0, P)
+        tl.store(y_ptr + (request * HEADS + head) * P + lanes, tl.zeros((P,), dtype=y_ptr.dtype.element_ty))
         return
-    position = tl.load(positions_ptr + request)
+    position = tl.maximum(tl.load(lengths_ptr + request) - 1, 0)
     m = (position % CHUNK).to(tl.int32)
     n, p, rows = tl.arange(0, N), tl.arange(0, P), tl.arange(0, 16)[:, None]
-    row = (slot * HEADS + head) * CHUNK
+    x_rows, dt_rows = x_buffer + slot * x_slot + head * CHUNK * P, dt_buffer + slot * dt_slot + head * CHUNK
+    cs_rows = cs_buffer + slot * cs_slot + head * CHUNK
     cb_ptr += (request * (HEADS // RATIO) + head // RATIO) * CHUNK
     # in the first chunk the slot still holds another request's state
     carried = (n[:, None] >= 0) & (p[None, :] >= 0) & (position >= CHUNK)
-    state = tl.load(rounded_ptr + (slot * HEADS + head) * P * N + p[None, :] * N + n[:, None], mask=carried, other=0.0)
+    state = tl.load(rounded_ptr + slot * rounded_slot + head * P * N + p[None, :] * N + n[:, None], mask=carried, other=0.0)
     c = tl.load(C_ptr + request * C_stride + head // RATIO * N + n[None, :] + rows * 0, mask=(rows == 0) & (n[None, :] >= 0), other=0.0)
     x_m = tl.load(x_ptr + request * x_stride + head * P + p)[None, :]
     bias = tl.load(bias_ptr + head).to(tl.float32)
     step_m = softplus(tl.load(dt_ptr + request * dt_stride + head).to(tl.float32) + bias)
-    before = tl.load(cs_buffer + row + m - 1, mask=m > 0, other=0.0)
+    before = tl.load(cs_rows + m - 1, mask=m > 0, other=0.0)
     cs_m = tl.fma(step_m, tl.load(A_ptr + head).to(tl.float32), before)
     accumulator = tl.dot(c, state.to(x_buffer.dtype.element_ty)) * exp_base2(cs_m)
     if BLOCK_K == CHUNK:
         k = tl.arange(0, CHUNK)
-        decay, step, x = _open_chunk_block(k, m, cs_m, step_m, x_m, bias, row, p, x_buffer, dt_buffer, cs_buffer, P)
+        decay, step, x = _open_chunk_block(k, m, cs_m, step_m, x_m, bias, p, x_rows, dt_rows, cs_rows, P)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         accumulator = _add_block(accumulator, decay, step, x, k, m, cb_ptr)
@@ -149,7 +154,7 @@ def _row_kernel(x_ptr, dt_ptr, C_ptr, A_ptr, D_ptr, bias_ptr, positions_ptr, slo
             tl.extra.cuda.gdc_wait()
         for base in range(0, m + 1, BLOCK_K):
             k = base + tl.arange(0, BLOCK_K)
-            decay, step, x = _open_chunk_block(k, m, cs_m, step_m, x_m, bias, row, p, x_buffer, dt_buffer, cs_buffer, P)
+            decay, step, x = _open_chunk_block(k, m, cs_m, step_m, x_m, bias, p, x_rows, dt_rows, cs_rows, P)
             accumulator = _add_block(accumulator, decay, step, x, k, m, cb_ptr)
     x = tl.broadcast_to(x_m.to(tl.float32), (16, P))
     accumulator = tl.fma(x, tl.zeros_like(x) + tl.load(D_ptr + head).to(tl.float32), accumulator)
@@ -158,59 +163,67 @@ def _row_kernel(x_ptr, dt_ptr, C_ptr, A_ptr, D_ptr, bias_ptr, positions_ptr, slo
     if m == CHUNK - 1:
         # the chunk is full: fold it into the state, which only this program reads; 16 rows at a time to spare registers
         tl.debug_barrier()
-        rows_of_b = B_buffer + (slot * (HEADS // RATIO) + head // RATIO) * CHUNK * N
+        rows_of_b = B_buffer + slot * B_slot + head // RATIO * CHUNK * N
         for part in range(0, P, 16):
             q = part + tl.arange(0, 16)
             fold = tl.zeros((16, N), dtype=tl.float32)
             for first in range(0, CHUNK, 32):
                 place = first + tl.arange(0, 32)
-                x_t = tl.load(x_buffer + (row + place[None, :]) * P + q[:, None])
+                x_t = tl.load(x_rows + place[None, :] * P + q[:, None])
                 b = tl.load(rows_of_b + place[:, None] * N + n[None, :]).to(tl.float32)
-                scale = exp_base2(tl.minimum(cs_m - tl.load(cs_buffer + row + place), 0.0))
-                scale *= softplus(tl.load(dt_buffer + row + place).to(tl.float32) + bias)
+                scale = exp_base2(tl.minimum(cs_m - tl.load(cs_rows + place), 0.0))
+                scale *= softplus(tl.load(dt_rows + place).to(tl.float32) + bias)
                 fold = tl.dot(x_t, (b * scale[:, None]).to(x_t.dtype), fold)
-            where = (slot * HEADS + head) * P * N + q[:, None] * N + n[None, :]
-            old = tl.load(state_ptr + where, mask=(q[:, None] >= 0) & (n[None, :] >= 0) & (position >= CHUNK), other=0.0)
+            where = head * P * N + q[:, None] * N + n[None, :]
+            old = tl.load(state_ptr + slot * state_slot + where, mask=(q[:, None] >= 0) & (n[None, :] >= 0) & (position >= CHUNK), other=0.0)
             new = tl.fma(tl.zeros_like(fold) + exp_base2(cs_m), old, fold)
-            tl.store(state_ptr + where, new)
+            tl.store(state_ptr + slot * state_slot + where, new)
             if HAS_ROUNDED:
-                tl.store(rounded_ptr + where, new.to(rounded_ptr.dtype.element_ty))
+                tl.store(rounded_ptr + slot * rounded_slot + where, new.to(rounded_ptr.dtype.element_ty))
+
+
+def decode_into(y: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor,
+                dt_bias: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, cache: Mamba2Cache, null_slot: int) -> None:
+    """One token for each request, written to `y` [requests, heads, P]: x the same, raw dt [requests, heads], B and C [requests, groups, N].
+
+    `lengths` (tokens of each request, this one counted) and `slots` are read on the device only, so the call can be captured in a CUDA graph. A
+    request whose slot is `null_slot` is padding: nothing is read or written for it, its row of `y` is zero. Slots of the cache may be strided.
+    """
+    assert_inputs(x, dt, A, B, C, D, dt_bias)
+    (requests, heads, p), (groups, n) = x.shape, B.shape[1:]
+    state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer = cache.tensors()
+    assert lengths.shape == slots.shape == (requests,) and lengths.stride() == slots.stride() == (1,)
+    assert not lengths.is_floating_point() and not slots.is_floating_point()
+    assert state.shape[1:] == rounded.shape[1:] == (heads, p, n) and state.dtype == torch.float32
+    assert x_buffer.shape[1:] == (heads, CHUNK, p) and B_buffer.shape[1:] == (groups, CHUNK, n) and dt_buffer.dtype == dt.dtype
+    assert all(t[0].is_contiguous() for t in cache.tensors()) and y.shape == x.shape and y.is_contiguous()
+    if not requests:
+        return
+    cb = torch.empty(requests, groups, CHUNK, dtype=torch.float32, device=x.device)
+    widths, strides = (heads, p, n, heads // groups, CHUNK), [t.stride(0) for t in cache.tensors()]
+    s = DECODE_APPEND
+    _append_kernel[(groups, CHUNK // s["BLOCK_K"], requests)](
+        x, dt, B, C, A, dt_bias, lengths, slots, x_buffer, B_buffer, dt_buffer, cs_buffer, cb,
+        x.stride(0), dt.stride(0), B.stride(0), C.stride(0), *strides[2:], null_slot, *widths, s["BLOCK_K"], OVERLAP, num_warps=s["num_warps"])
+    s = DECODE_ROW
+    _row_kernel[(heads, requests)](
+        x, dt, C, A, D, dt_bias, lengths, slots, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer, cb, y,
+        x.stride(0), dt.stride(0), C.stride(0), *strides, null_slot, *widths, s["BLOCK_K"], rounded.data_ptr() != state.data_ptr(), OVERLAP,
+        num_warps=s["num_warps"], launch_pdl=OVERLAP)
 
 
 @torch.library.custom_op("consistency_cuda::mamba2_decode", mutates_args=("state", "rounded", "x_buffer", "B_buffer", "dt_buffer", "cs_buffer"))
 def mamba2_decode(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor,
-                  positions: torch.Tensor, slots: torch.Tensor, state: torch.Tensor, rounded: torch.Tensor, x_buffer: torch.Tensor,
+                  lengths: torch.Tensor, slots: torch.Tensor, state: torch.Tensor, rounded: torch.Tensor, x_buffer: torch.Tensor,
                   B_buffer: torch.Tensor, dt_buffer: torch.Tensor, cs_buffer: torch.Tensor, null_slot: int) -> torch.Tensor:
-    """One token for each request: x [requests, heads, P], raw dt [requests, heads], B and C [requests, groups, N].
-
-    `positions` (absolute, from 0) and `slots` are read on the device only, so the call can be captured in a CUDA graph. A request whose slot is
-    `null_slot` is padding: nothing is read or written for it. The other tensors are those of `Mamba2Cache`.
-    """
-    assert_inputs(x, dt, A, B, C, D, dt_bias)
-    (requests, heads, p), (groups, n) = x.shape, B.shape[1:]
-    assert positions.shape == slots.shape == (requests,) and not positions.is_floating_point() and not slots.is_floating_point()
-    assert state.shape[1:] == rounded.shape[1:] == (heads, p, n) and state.dtype == torch.float32
-    assert x_buffer.shape[1:] == (heads, CHUNK, p) and B_buffer.shape[1:] == (groups, CHUNK, n) and dt_buffer.dtype == dt.dtype
-    assert all(t.is_contiguous() for t in (state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer))
-    y = torch.empty(requests, heads, p, dtype=x.dtype, device=x.device)
-    if not requests:
-        return y
-    cb = torch.empty(requests, groups, CHUNK, dtype=torch.float32, device=x.device)
-    widths = (heads, p, n, heads // groups, CHUNK)
-    s = DECODE_APPEND
-    _append_kernel[(groups, CHUNK // s["BLOCK_K"], requests)](
-        x, dt, B, C, A, dt_bias, positions, slots, x_buffer, B_buffer, dt_buffer, cs_buffer, cb,
-        x.stride(0), dt.stride(0), B.stride(0), C.stride(0), null_slot, *widths, s["BLOCK_K"], OVERLAP, num_warps=s["num_warps"])
-    s = DECODE_ROW
-    _row_kernel[(heads, requests)](
-        x, dt, C, A, D, dt_bias, positions, slots, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer, cb, y,
-        x.stride(0), dt.stride(0), C.stride(0), null_slot, *widths, s["BLOCK_K"], rounded.data_ptr() != state.data_ptr(), OVERLAP,
-        num_warps=s["num_warps"], launch_pdl=OVERLAP)
+    """`decode_into` as a registered operator; the tensors from `state` on are those of `Mamba2Cache`. Returns y [requests, heads, P]."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    decode_into(y, x, dt, A, B, C, D, dt_bias, lengths, slots, Mamba2Cache(state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer), null_slot)
     return y
 
 
 @mamba2_decode.register_fake
-def _(x, dt, A, B, C, D, dt_bias, positions, slots, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer, null_slot):
+def _(x, dt, A, B, C, D, dt_bias, lengths, slots, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer, null_slot):
     return x.new_empty(x.shape)
 
 

@@ -100,14 +100,20 @@ def _combine_kernel(slots_ptr, out_ptr, WIDTH: tl.constexpr, TOP_K: tl.constexpr
     tl.store(out_ptr + row * WIDTH + columns, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
-@torch.library.custom_op("consistency_cuda::moe_combine", mutates_args=())
-def moe_combine(slots: torch.Tensor) -> torch.Tensor:
-    """Sum of `slots` [rows, top_k, width] over the slots, in slot order and fp32, rounded once."""
+def combine_into(slots: torch.Tensor, out: torch.Tensor) -> None:
+    """out [rows, width] = sum of `slots` [rows, top_k, width] over the slots, in slot order and fp32, rounded once."""
     rows, top_k, width = slots.shape
     assert slots.is_cuda and slots.is_contiguous() and slots.dtype in (torch.bfloat16, torch.float16)
-    out = torch.empty(rows, width, dtype=slots.dtype, device=slots.device)
+    assert out.shape == (rows, width) and out.is_contiguous() and out.dtype == slots.dtype
     if rows:
         _combine_kernel[(rows, triton.cdiv(width, COMBINE_BLOCK))](slots, out, width, top_k, COMBINE_BLOCK)
+
+
+@torch.library.custom_op("consistency_cuda::moe_combine", mutates_args=())
+def moe_combine(slots: torch.Tensor) -> torch.Tensor:
+    """`combine_into` a new tensor."""
+    out = slots.new_empty(slots.shape[0], slots.shape[2])
+    combine_into(slots, out)
     return out
 
 
@@ -297,3 +303,15 @@ def _cases(hidden: int, inner: int, experts: int, top_k: int) -> list[Case]:
 
 
 CASES = _cases(2688, 1856, 128, 6)
+
+
+# ---- the contract's names ----------------------------------------------------------------------------------------------
+
+exact_rollout = "ordered_combine"
+"""On the rollout side the engine's tuned kernels stay and their sum over slots is replaced, see engines/vllm_cuda.py."""
+stock_rollout = None
+
+
+def exact_training(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **_) -> torch.Tensor:
+    """x [T, hidden], w1 [experts, inner, hidden], w2 [experts, hidden, inner], weights fp32 and ids [T, k] -> [T, hidden]. Differentiable."""
+    return moe_experts(x, w1, w2, weights, ids)

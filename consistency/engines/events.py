@@ -1,0 +1,8 @@
+"""Where a trace listens to operators that are no modules of vLLM."""
+
+from __future__ import annotations
+
+MAMBA: list = []
+"""observers `(operator, layer, rows, decode)` of conv1d and scan outputs"""
+LOGITS: list = []
+"""observers `(log-probabilities, name)` of the head"""
