@@ -74,12 +74,16 @@ def root(context: typer.Context, version: Annotated[bool, typer.Option("--versio
 def run(context: typer.Context, model: Model = None, scale: ScaleName = None, workspace: WorkspacePath = None, weights: Weights = None,
         target_throughput: Target = None, policy: PolicyName = None, minutes: Minutes = None, attempts: Attempts = None, max_steps: MaxSteps = None,
         max_usd: MaxUsd = None, max_tokens: MaxTokens = None, max_gpu_seconds: MaxGpuSeconds = None, price: Price = None, approve: Approve = False,
+        from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Leave out the recipe that would be tried first.")] = False,
+        repo: Annotated[Path | None, typer.Option(help="Git checkout of an engine that patches may change, in a new workspace.")] = None,
+        allow: Annotated[list[str] | None, typer.Option(help="Glob of paths that may be changed in it, as 'vllm/**'; may be repeated.")] = None,
         as_json: AsJson = False) -> None:
-    """Take a model's mismatch to exactly 0 and write the pull request."""
+    """Take a model's mismatch to exactly 0 and write the pull request. A recipe shipped for the model is measured first."""
     from agent.commands import LlmOptions, start
 
     llm = LlmOptions(price, approve, max_steps, max_usd, max_tokens, max_gpu_seconds)
-    start(model, scale, workspace, weights, target_throughput, policy, minutes, attempts, llm, as_json, context.obj)
+    engine = (repo, allow or []) if repo or allow else None
+    start(model, scale, workspace, weights, target_throughput, policy, minutes, attempts, from_scratch, llm, as_json, context.obj, engine)
 
 
 @app.command()
@@ -121,11 +125,13 @@ def replay(context: typer.Context, run: Annotated[str, typer.Argument(help="Run 
 @one_line_errors
 def verify(context: typer.Context, model: Model = None, scale: ScaleName = None, workspace: WorkspacePath = None, weights: Weights = None,
            contract: Annotated[Path | None, typer.Option(help="contract.toml; default: the workspace's, else stock.")] = None,
-           level: Annotated[str, typer.Option(help="quick or full.")] = "full", target_throughput: Target = None, as_json: AsJson = False) -> None:
+           level: Annotated[str, typer.Option(help="quick or full.")] = "full", target_throughput: Target = None,
+           evidence: Annotated[Path | None, typer.Option(help="New folder for the evidence; default: the workspace's, else a temporary one.")] = None,
+           as_json: AsJson = False) -> None:
     """Compare the two engines in every condition, with throughput and controls."""
     from agent.commands import verify_once
 
-    verify_once(model, scale, workspace, weights, contract, level, target_throughput, as_json, context.obj)
+    verify_once(model, scale, workspace, weights, contract, level, target_throughput, evidence, as_json, context.obj)
 
 
 @app.command()
@@ -164,6 +170,46 @@ def patch(workspace: WorkspacePath = None,
     from agent.commands import patch_once
 
     patch_once(workspace, bind or [], file or [], repo, diff, allow, message, as_json)
+
+
+@app.command()
+@one_line_errors
+def pr(context: typer.Context, workspace: Annotated[Path, typer.Argument(help="Folder of the workspace.")],
+       out: Annotated[Path | None, typer.Option(help="Folder for text, evidence and patches; default: in the workspace's .agent.")] = None,
+       repo: Annotated[str | None, typer.Option(help="OWNER/NAME: push the branch and open a draft there; default: stop at branch and files.")] = None,
+       base_url: Annotated[str, typer.Option(help="REST API of the forge.")] = "https://api.github.com",
+       remote_url: Annotated[str | None, typer.Option(help="Where git pushes to; default: the repository at the forge.")] = None,
+       base: Annotated[str | None, typer.Option(help="Branch that the change is for; default: the repository's own.")] = None,
+       fork: Annotated[str | None, typer.Option(help="Owner of the fork that the branch is pushed to.")] = None,
+       human: Annotated[str, typer.Option(help='"Name <address>" of the person who answers for the change.')] = "",
+       read: Annotated[bool, typer.Option("--i-have-read-every-line", help="That person has read every changed line.")] = False,
+       profile: Annotated[str | None, typer.Option(help="Rules of the target: vllm, transformers; default: by --repo.")] = None,
+       coordination: Annotated[str, typer.Option(help="Address of the issue in which the change was agreed.")] = "",
+       not_duplicate: Annotated[str, typer.Option(help="Why this is not the open pull request that looks like it.")] = "",
+       update: Annotated[bool, typer.Option("--update", help="Replace branch and text of this run's open pull request.")] = False,
+       prepared: Annotated[bool, typer.Option("--prepared", help="Publish what the last call prepared, without measuring again.")] = False,
+       dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but push and open.")] = False, target_throughput: Target = None,
+       as_json: AsJson = False) -> None:
+    """Make a pull request of a finished run: short series, a last verify, text and patches; with --repo also a draft. Token: GITHUB_TOKEN."""
+    from agent.pr.commands import Options, publish
+
+    options = Options(out=out, repo=repo, base_url=base_url, remote_url=remote_url, base=base, fork=fork, human=human, confirmed=read, profile=profile,
+                      coordination=coordination, not_duplicate=not_duplicate, update=update, dry_run=dry_run, prepared=prepared, target=target_throughput)
+    publish(workspace, options, as_json, context.obj)
+
+
+@app.command("verify-pr")
+@one_line_errors
+def verify_pr(context: typer.Context,
+              pull_request: Annotated[str, typer.Argument(metavar="FILE_OR_BRANCH", help="Text, folder with evidence or patches, workspace, or branch.")],
+              repo: Annotated[Path | None, typer.Option(help="Repository that holds the commit or its base; default: the one around.")] = None,
+              weights: Weights = None,
+              static: Annotated[bool, typer.Option("--static", help="Compare text, evidence and code only; start no engine.")] = False,
+              as_json: AsJson = False) -> None:
+    """Check a pull request that `agent pr` made: text against evidence, evidence against its hashes, the code, and all figures measured again."""
+    from agent.pr.commands import verify as check
+
+    check(pull_request, repo, weights, static, as_json, context.obj)
 
 
 @app.command()

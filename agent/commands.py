@@ -17,49 +17,72 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from agent import checkpoint, doctor, models, report, screen, state
+from agent import checkpoint, doctor, models, recipes, report, screen, state
 from agent import config as configs
 from agent.cli import print_json
-from agent.config import Config
+from agent.checkout import Checkout
+from agent.config import Config, EngineCheckout
 from agent.errors import AgentError, BudgetEnded, UserError
+from agent.files import write_atomic
 from agent.llm import reading
 from agent.llm.branching import fork, replay
-from agent.llm.options import LlmOptions, ask_policy
+from agent.llm.options import LlmOptions, choose_policy
 from agent.llm.spec import check_policy
 from agent.loop import Run
 from agent.state import RunState, jsonable
 from agent.tools.patch_kernel import KERNELS, Binding, PatchRequest, patch_kernel, validate
 from agent.toolset import EngineTools, Tools, make_repros
-from agent.workspace import Workspace, branch
+from agent.workspace import PRIVATE, Workspace, branch
 from consistency.contract import Contract, ContractError
-from consistency.models.catalog import FAMILIES
+from consistency.models.catalog import FAMILIES, HELD_BACK
 
 PROGRESS_EVERY = 2.0
 """seconds between progress lines of a tool that answers in JSON"""
+CHOSEN = "policy"
+"""file in a workspace's private folder that keeps the answer to the one question about it"""
 
 
 def start(model: str | None, scale: str | None, path: Path | None, weights: Path | None, target: float | None, policy: str | None,
-          minutes: float | None, attempts: int | None, llm: LlmOptions, as_json: bool, tools: Tools | None) -> None:
+          minutes: float | None, attempts: int | None, from_scratch: bool, llm: LlmOptions, as_json: bool, tools: Tools | None,
+          engine: tuple[Path | None, list[str]] | None = None) -> None:
     console = Console(stderr=as_json)
     path = path or Path.cwd() / f"consistency-{model}" if model or path else None
     if path is None:
         raise UserError("give --model (see `agent models`) or --workspace with an existing workspace")
     settings = _settings(path, model, scale, weights, console)
+    if engine is not None:
+        settings.checkout = _checkout(path, settings, *engine)
     if target is not None:
         settings.target.throughput = target
-    if policy is None and not as_json and not (path / configs.FILE).exists():
-        settings.policy = ask_policy(settings.llm, console) or settings.policy
-    policy = check_policy(policy or settings.policy, settings.llm, llm.price)
+    policy, asked = _policy(policy, settings, path, llm, as_json, console)
+    policy = check_policy(policy, settings.llm, llm.price)
     if tools is None:
         models.require_engines(FAMILIES[settings.model].scales[settings.scale].device)
     workspace = Workspace.open(path) if (path / configs.FILE).exists() else Workspace.create(path, settings)
+    scale_of = FAMILIES[settings.model].scales[settings.scale]
+    recipe, note = (None, "no recipe: --from-scratch") if from_scratch else recipes.matching(settings.model, scale_of)
     with workspace.lock():
         workspace.check_ready()
+        if asked:
+            write_atomic(workspace.private / CHOSEN, f"{policy}\n".encode())
         folder = _checkpoint(settings) if tools is None else Path("none")
         begun = state.begin(
             workspace, run=state.new_run_id(workspace), checkpoint=str(folder), policy=policy, target=settings.target.throughput,
-            device=FAMILIES[settings.model].scales[settings.scale].device)
+            device=scale_of.device, recipe=recipe)
+        if recipe and begun.recipe is None:
+            note = f"recipe {recipe.name} is left out: the workspace has a contract of its own"
+        begun.log(note)
         _carry_on(workspace, begun, minutes, attempts, llm, as_json, tools, console)
+
+
+def _policy(given: str | None, settings: Config, path: Path, llm: LlmOptions, as_json: bool, console: Console) -> tuple[str, bool]:
+    """Who picks the steps, and whether a person was asked just now: the command line, consistency.toml, an earlier answer, else a question."""
+    remembered = path / PRIVATE / CHOSEN
+    if said := given or settings.policy:
+        return said, False
+    if remembered.is_file():
+        return remembered.read_text(encoding="utf-8").strip(), False
+    return choose_policy(llm.over(settings.llm, None), console, quiet=as_json)
 
 
 def go_on(path: Path, minutes: float | None, attempts: int | None, llm: LlmOptions, as_json: bool, tools: Tools | None) -> None:
@@ -116,23 +139,26 @@ def _carry_on(workspace: Workspace, current: RunState, minutes: float | None, at
 
 def summary_json(current: RunState) -> dict[str, Any]:
     """The object that `agent run --json` prints."""
-    best, data = current.best, jsonable(current)
+    best, data, tried = current.best, jsonable(current), current.recipe_attempt
     measured = data["final"] or data["verify"]
     return {
         "model": current.model, "scale": current.scale, "run": current.run, "outcome": current.outcome, "why": current.why,
         "verdict": measured["verdict"] if best else None,
         "baseline": data["baseline"]["baseline"] if current.baseline else None,
         "throughput": measured["throughput"] if best else None,
+        "recipe": current.recipe and {"name": current.recipe.name, "sha256": current.recipe.sha256, "outcome": tried.outcome if tried else None},
         "attempts": [{"number": a.number, "branch": a.branch, "change": a.title, "outcome": a.outcome, "reason": a.reason} for a in current.attempts],
         "branch": current.branch, "pull_request": current.pull_request, "seconds": round(current.seconds, 1),
     }
 
 
 def verify_once(model: str | None, scale: str | None, path: Path | None, weights: Path | None, contract: Path | None, level: str,
-                target: float | None, as_json: bool, tools: Tools | None) -> None:
+                target: float | None, evidence: Path | None, as_json: bool, tools: Tools | None) -> None:
     if level not in ("quick", "full"):
         raise UserError(f"unknown level {level!r}; known: quick, full")
-    with _tool(model, scale, path, weights, contract, target, as_json, tools) as call:
+    if evidence is not None and evidence.exists() and (not evidence.is_dir() or any(evidence.iterdir())):
+        raise UserError(f"{evidence} exists and is not an empty folder; name a new one with --evidence")
+    with _tool(model, scale, path, weights, contract, target, as_json, tools, evidence) as call:
         found = call.tools.verify(call.contract, call.kernels, level, call.observer)
     if as_json:
         print_json({"model": call.settings.model, **jsonable(found)})
@@ -206,6 +232,8 @@ def patch_once(path: Path | None, bindings: list[str], files: list[str], repo: P
         try:
             done = patch_kernel(PatchRequest(worktree=tree, **request))
             commit = workspace.commit(tree, message, {"Assisted-by": "agent patch"})
+            if done.engine and (checkout := Checkout.of(tree)):
+                checkout.mark(tree, branch("manual", name), message)
         except BaseException:
             workspace.forget("manual", name)
             raise
@@ -242,17 +270,21 @@ def list_models(as_json: bool) -> None:
     if as_json:
         print_json([{
             **dataclasses.asdict(family), "scales": [dataclasses.asdict(scale) for scale in family.scales.values()],
-            "recipes": [recipe.stem for recipe in models.recipes(family.name)]} for family in FAMILIES.values()])
+            "recipes": [recipe.stem for recipe in models.recipes(family.name)]} for family in FAMILIES.values()]
+            + [{**dataclasses.asdict(family), "scales": [dataclasses.asdict(scale) for scale in family.scales.values()], "recipes": []}
+               for family in HELD_BACK.values()])
         return
     table = Table("model", "scale", "needs", "layers", "notes", "recipes", box=None, pad_edge=False, header_style="dim")
     for family in FAMILIES.values():
         for number, scale in enumerate(family.scales.values()):
-            recipes = ", ".join(recipe.stem for recipe in models.recipes(family.name)) or "–"
+            shipped = ", ".join(recipe.stem for recipe in models.recipes(family.name)) or "–"
             name = Text(family.name if not number else "", style="bold")
-            table.add_row(name, scale.name, f"{scale.device}, {scale.memory_gib:g} GiB", scale.layers, scale.note, recipes if not number else "")
+            table.add_row(name, scale.name, f"{scale.device}, {scale.memory_gib:g} GiB", scale.layers, scale.note, shipped if not number else "")
         for feature, reason in family.cannot.items():
             table.add_row("", "", "", "", Text(f"without {feature}: {reason}", style="dim"), "")
     Console().print(table)
+    for family in HELD_BACK.values():
+        Console().print(Text(f"{family.name} is held back: {family.held_back}", style="dim"), soft_wrap=True)
 
 
 class _Call:
@@ -274,7 +306,7 @@ class _Call:
 
 @contextlib.contextmanager
 def _tool(model: str | None, scale: str | None, path: Path | None, weights: Path | None, contract: Path | None, target: float | None,
-          as_json: bool, tools: Tools | None) -> Iterator[_Call]:
+          as_json: bool, tools: Tools | None, evidence: Path | None = None) -> Iterator[_Call]:
     console = Console(stderr=as_json)
     with contextlib.ExitStack() as stack:
         workspace = None
@@ -293,7 +325,8 @@ def _tool(model: str | None, scale: str | None, path: Path | None, weights: Path
             stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             jobs = workspace.private / "tools" / stamp if workspace else Path(tempfile.mkdtemp(prefix="agent-"))
             goal = settings.target.throughput if target is None else target
-            tools = EngineTools(settings.model, settings.scale, _checkpoint(settings), goal, jobs)
+            tools = EngineTools(settings.model, settings.scale, _checkpoint(settings), goal, jobs,
+                                evidence.resolve() if evidence else None)
         status = stack.enter_context(console.status("starting")) if console.is_terminal and not as_json else None
         yield _Call(settings, tools, bound, top / KERNELS, console, status, as_json)
 
@@ -315,6 +348,20 @@ def _settings(path: Path | None, model: str | None, scale: str | None, weights: 
         checkpoint.check(weights, family)
     console.print(Text(note), soft_wrap=True)
     return Config(model=model, scale=chosen.name, weights=str(weights.resolve()) if weights else None)
+
+
+def _checkout(path: Path, settings: Config, repo: Path | None, allow: list[str]) -> EngineCheckout:
+    """What a new workspace says about the engine's checkout; an existing one has to say the same."""
+    if repo is None:
+        raise UserError("--allow is about a checkout of an engine: name it with --repo")
+    if not (path / configs.FILE).exists():
+        made = Checkout.begin(repo, allow)
+        return EngineCheckout(path=str(made.path), base=made.base, allow=list(made.allow))
+    found = settings.checkout
+    if found is None or Path(found.path) != repo.resolve() or (allow and found.allow != allow):
+        named = f"{found.path} and {', '.join(found.allow)}" if found else "no checkout"
+        raise UserError(f"{path} is a workspace with {named}; name another folder with --workspace, or edit [checkout] in {configs.FILE}")
+    return found
 
 
 def _checkpoint(settings: Config) -> Path:

@@ -31,6 +31,19 @@ class Budget(BaseModel):
     """Attempts started by one call."""
 
 
+class EngineCheckout(BaseModel):
+    """A git checkout of an engine that patches may change, besides the contract."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+    """Top of the repository."""
+    base: str
+    """Commit that patches are made against."""
+    allow: list[str] = Field(min_length=1)
+    """Globs of the paths that may be changed."""
+
+
 class Config(BaseModel):
     """One workspace's settings; the file is written once, when the workspace is made, and belongs to the user afterwards."""
 
@@ -42,11 +55,13 @@ class Config(BaseModel):
     """tiny, slice or full."""
     weights: str | None = None
     """Folder of a local Hugging Face checkpoint; absent: seeded weights, made once per machine."""
-    policy: str = "playbook"
-    """Who picks the next step."""
+    policy: str | None = None
+    """Who picks the next step; absent: `agent run` asks once if it can, else the playbook does."""
     target: Target = Target()
     budget: Budget = Budget()
     llm: LlmSettings = LlmSettings()
+    checkout: EngineCheckout | None = None
+    """Absent: the engines are not edited."""
 
     @classmethod
     def load(cls, path: Path) -> "Config":
@@ -66,8 +81,9 @@ class Config(BaseModel):
         lines = [f"model = {_quote(self.model)}", f"scale = {_quote(self.scale)}"]
         if self.weights:
             lines.append(f"weights = {_quote(self.weights)}")
+        if self.policy:
+            lines.append(f"policy = {_quote(self.policy)}")
         lines += [
-            f"policy = {_quote(self.policy)}",
             "",
             "[target]",
             f"throughput = {self.target.throughput}  # share of stock",
@@ -76,6 +92,9 @@ class Config(BaseModel):
             f"minutes = {self.budget.minutes}",
             f"attempts = {self.budget.attempts}",
         ]
+        if self.checkout:
+            allow = ", ".join(map(_quote, self.checkout.allow))
+            lines += ["", "[checkout]", f"path = {_quote(self.checkout.path)}", f"base = {_quote(self.checkout.base)}", f"allow = [{allow}]"]
         own = self.llm.model_dump(exclude_defaults=True)
         for table, values in {"llm": own, "llm.limits": own.pop("limits", {})}.items():
             if values:

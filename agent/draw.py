@@ -46,6 +46,10 @@ class Draw:
         """31 bits, for an engine's sampler."""
         return self._source(f"sampling {name}").getrandbits(31)
 
+    def some(self, name: str, count: int, of: int) -> list[int]:
+        """`count` different numbers below `of`, ascending."""
+        return sorted(self._source(f"some {name}").sample(range(of), min(count, of)))
+
     def _source(self, purpose: str) -> random.Random:
         return random.Random(hashlib.sha256(f"{self.seed} {purpose}".encode()).digest())
 

@@ -26,11 +26,11 @@ class BudgetEnded(AgentError):
 class JobFailed(AgentError):
     """A job process died, hung or did not speak the protocol.
 
-    `directory` is the job's folder, `log_tail` the last lines of its log.
+    `directory` is the job's folder, `log_tail` the last lines of its log, `rule` the limit of the sandbox that ended it.
     """
 
-    def __init__(self, reason: str, directory: Path, log_tail: str = "") -> None:
-        self.reason = reason
+    def __init__(self, reason: str, directory: Path, log_tail: str = "", rule: str = "") -> None:
+        self.reason, self.rule = reason, rule
         self.directory = directory
         self.log_tail = log_tail
         super().__init__(f"{reason} (log: {directory / 'log'})" + (f"\n{log_tail}" if log_tail else ""))

@@ -4,7 +4,7 @@ from typing import Literal
 
 from agent.state import Attempt, RunState
 from agent.tools.divergence import Divergence, LocalizeReport
-from agent.verdict import ConditionResult, Verdict
+from agent.verdict import ConditionResult, Verdict, VerifyReport
 from consistency.models.catalog import EMBEDDING_LAYER, HEAD_LAYER, SITE_RANK
 
 NOISE = 3.0
@@ -29,13 +29,40 @@ def judge(state: RunState, attempt: Attempt) -> Ruling | None:
         return "rejected", f"its verdict is void: {'; '.join(after.reasons)}"
     if state.verify and (worse := worse_conditions(state.verify.verdict, after)):
         return "rejected", "worse in " + "; ".join(worse)
+    if after.exact and (slower := not_faster(state.final, attempt.verify)):
+        return "rejected", slower
     if after.exact:
         return "kept", f"exact: 0 mismatches in {sum(c.ran for c in after.conditions)} conditions"
     if after.mismatches == 0:
         return "rejected", "; ".join(after.reasons)
+    if attempt.recipe and state.verify:
+        return _starting_point(state.verify.verdict, after)
     if attempt.localize is None:
         return None
     return _compare(state.localize, attempt.localize)
+
+
+def not_faster(before: VerifyReport | None, after: VerifyReport) -> str:
+    """Of two exact contracts the faster one stays; why the later one does not, if so."""
+    if before is None or not before.verdict.exact or before.throughput is None or after.throughput is None:
+        return ""
+    old, new = before.throughput.ratio, after.throughput.ratio
+    return "" if new > old else f"exact, but not faster: {new:.3f} of stock, {old:.3f} before"
+
+
+def _starting_point(before: Verdict, after: Verdict) -> Ruling:
+    """A recipe that is not exact here is still where the search begins if it leaves less to do than stock, in the conditions both were seen in."""
+    old, new = _unequal(before, after), _unequal(after, before)
+    if new < old:
+        return "kept", f"not exact here, but {new:.1%} of the log-probabilities differ and not {old:.1%}; the search goes on from it"
+    return "rejected", f"not exact here, and {new:.1%} of the log-probabilities differ, {old:.1%} without it"
+
+
+def _unequal(verdict: Verdict, other: Verdict) -> float:
+    """Share of unequal log-probabilities in the conditions that ran in both."""
+    both = {c.name for c in other.conditions if c.ran}
+    mine = [c for c in verdict.conditions if c.ran and c.name in both]
+    return sum(c.mismatches for c in mine) / max(1, sum(c.tokens for c in mine))
 
 
 def worse_conditions(before: Verdict, after: Verdict) -> list[str]:

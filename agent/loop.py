@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from agent import __version__, pull_request
+from agent.checkout import Checkout
 from agent.errors import BudgetEnded, JobFailed, UserError
 from agent.judge import judge
 from agent.policies import Action, Localize, Patch, Policy, Repro, Stop, Verify
@@ -73,6 +74,8 @@ class Run:
     def _verify(self, level: str) -> None:
         state, attempt = self.state, self.state.open_attempt
         if attempt:
+            if state.final and state.final.verdict.exact:
+                level = "full"  # only there is throughput measured, and of exact contracts the fastest is kept
             self._enter("check repros")
             if self._check_repros(attempt):
                 self._enter("verify")
@@ -129,15 +132,18 @@ class Run:
         number = len(state.attempts) + 1
         tree = self.workspace.add_tree(state.run, f"attempt-{number}", state.head)
         try:
-            patch = patch_kernel(PatchRequest(worktree=tree, bindings=action.bindings, files=action.files))
+            patch = patch_kernel(PatchRequest(worktree=tree, bindings=action.bindings, files=action.files, diff=action.diff))
         except UserError as error:
             self.workspace.drop_tree(state.run, f"attempt-{number}")
             raise _Refused(str(error)) from None
         checks = [ReproCheck(divergence=name, before=state.repros[name].exit_code, expected_line=state.repros[name].expected_line,
                              command=state.repros[name].command) for name in action.addresses]
         attempt = Attempt(number=number, branch=branch(state.run, f"attempt-{number}"), commit="", why=action.why, bindings=action.bindings,
-                          addresses=action.addresses, patch=patch, repros=checks)
-        attempt.commit = self.workspace.commit(tree, f"Attempt {number}: {attempt.title}\n\n{action.why}", self._trailers())
+                          addresses=action.addresses, patch=patch, repros=checks, recipe=action.recipe)
+        message = f"Attempt {number}: {attempt.title}\n\n{action.why}"
+        attempt.commit = self.workspace.commit(tree, message, self._trailers())
+        if patch.engine and (checkout := Checkout.of(tree)):
+            checkout.mark(tree, attempt.branch, message)
         state.attempts.append(attempt)
         state.log(f"attempt {number}: {attempt.title}")
 
@@ -216,6 +222,8 @@ class Run:
             self._enter("pull request")
             (self._main / pull_request.FILE).write_text(pull_request.write(self.workspace, state), encoding="utf-8")
             state.head = self.workspace.commit(self._main, "Write the pull request", self._trailers())
+            if any(a.outcome == "kept" and a.patch.engine for a in state.attempts) and (checkout := Checkout.of(self._main)):
+                checkout.mark(self._main, state.branch, f"{state.model}: what run {state.run} kept")
         place = self.workspace.publish(state.run)
         state.pull_request = str(place / pull_request.FILE) if (place / pull_request.FILE).exists() else None
         self._enter("done")

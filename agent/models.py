@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from agent.errors import UserError
-from consistency.models.catalog import FAMILIES, Family, Scale
+from consistency.models.catalog import FAMILIES, HELD_BACK, Family, Scale
 
 PACKAGE = "train-inference-consistency"
-RECIPES = Path(__file__).resolve().parents[1] / "skills" / "train-inference-consistency" / "recipes"
+SKILLS = Path(__file__).parent / "skills"
+"""In the repository a link to its folder skills/, in an installed package that folder itself."""
+RECIPES = SKILLS / PACKAGE / "recipes"
 
 
 def resolve(model: str, scale: str | None, gpu: bool) -> tuple[Family, Scale, str]:
     """Family, scale and a sentence on how the scale was chosen. Raises UserError with suggestions."""
+    if model in HELD_BACK:
+        raise UserError(f"{model} is held back: {HELD_BACK[model].held_back}")
     if model not in FAMILIES:
         raise UserError(f"unknown model {model!r}{_suggest(model, FAMILIES)}")
     family = FAMILIES[model]
@@ -57,5 +61,6 @@ def require_engines(device: str, find: Callable[[str], object | None] = importli
 
 
 def recipes(family: str) -> list[Path]:
-    """Contracts shipped as exact for a family."""
-    return sorted(RECIPES.glob(f"{family}*.toml"))
+    """Contracts shipped as exact for a family: FAMILY.toml, FAMILY-SCALE.toml and FAMILY-DEVICE.toml."""
+    stems = [family, *(f"{family}-{part}" for scale in FAMILIES[family].scales.values() for part in (scale.name, scale.device))]
+    return [path for stem in sorted(set(stems)) if (path := RECIPES / f"{stem}.toml").is_file()]

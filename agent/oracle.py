@@ -11,11 +11,18 @@ from typing import Any
 import numpy as np
 
 from agent.arrays import LogProbs
+from agent.rules import Objection, named
 from agent.verdict import AccuracyResult, ConditionResult, ControlResult, Difference, ThroughputResult, Verdict
 from consistency.conditions import Condition
 
 FLAT = 0.97
 """A mean log-probability below this share of -ln V is what a model without preferences gives; every comparison of it passes."""
+MOST_EQUAL = 0.5
+"""A larger share of log-probabilities with the same bits is a constant with a few exceptions."""
+CLOCK_SECONDS, CLOCK_SHARE = 0.25, 0.25
+"""How far a job's clock may be from the parent's: starting, polling and writing the answer lie between them."""
+IDLE_SHARE, IDLE_SECONDS = 0.25, 0.5
+"""Share of one core, and processor seconds in all, that waiting processes may use; polling for the next step takes some 1 %."""
 ACCURACY_FACTOR = 2.0
 """The candidate's distance to the reference may be this many times stock's."""
 
@@ -52,7 +59,7 @@ def keys(request: np.ndarray, position: np.ndarray) -> np.ndarray:
     return (request.astype(np.int64) << 32) + position.astype(np.int64)
 
 
-def arrange(found: LogProbs, sampled: Sampled) -> tuple[Table | None, list[str]]:
+def arrange(found: LogProbs, sampled: Sampled) -> tuple[Table | None, list[Objection]]:
     """Sorts an answer by key and checks it against the tokens that were sampled.
 
     Returns no table and the objections if keys are missing, duplicated or unknown, or if a log-probability is of another token.
@@ -64,20 +71,31 @@ def arrange(found: LogProbs, sampled: Sampled) -> tuple[Table | None, list[str]]
     if not np.array_equal(key[order], wanted):
         counts = {"duplicated": len(key) - len(np.unique(key)), "missing": len(np.setdiff1d(wanted, key)),
                   "unknown": len(np.setdiff1d(key, wanted))}
-        return None, [f"{count} {kind} tokens" for kind, count in counts.items() if count]
+        return None, [Objection("incomplete_answer", f"{count} {kind} tokens") for kind, count in counts.items() if count]
     if others := int((found.token[order] != tokens).sum()):
-        return None, [f"{others} log-probabilities are of tokens that were not sampled"]
+        return None, [Objection("other_tokens", f"{others} log-probabilities are of tokens that were not sampled")]
     return Table(wanted, found.logprob[order]), []
 
 
-def flat(table: Table, vocabulary: int) -> list[str]:
-    """Objection to log-probabilities that carry no information: all equal, or as a uniform distribution gives them."""
+def flat(table: Table, vocabulary: int) -> list[Objection]:
+    """Objection to log-probabilities that carry no information: mostly one value, or as a uniform distribution gives them."""
     values = table.logprob[np.isfinite(table.logprob)].astype(np.float64)
-    if len(values) > 1 and (values == values[0]).all():
-        return ["all log-probabilities are equal"]
-    if len(values) and values.mean() < -FLAT * math.log(vocabulary):
-        return [f"the mean log-probability {values.mean():.3f} is that of a flat distribution over {vocabulary} tokens"]
+    if not len(values):
+        return []
+    largest = int(np.unique(values, return_counts=True)[1].max())
+    if len(values) > 1 and largest == len(values):
+        return [Objection("void_flat_logits", "all log-probabilities are equal")]
+    if largest > max(1, MOST_EQUAL * len(values)):
+        return [Objection("void_flat_logits", f"{largest} of {len(values)} log-probabilities are equal")]
+    if values.mean() < -FLAT * math.log(vocabulary):
+        return [Objection("void_flat_logits",
+                          f"the mean log-probability {values.mean():.3f} is that of a flat distribution over {vocabulary} tokens")]
     return []
+
+
+def not_finite(table: Table) -> list[Objection]:
+    count = int((~np.isfinite(table.logprob)).sum())
+    return [Objection("not_finite", f"{count} of {len(table.key)} log-probabilities are not finite")] if count else []
 
 
 def compare(left: Table, right: Table) -> tuple[int, int]:
@@ -116,14 +134,22 @@ def accuracy(reference: Table, stock: Table, candidate: Table) -> AccuracyResult
     return AccuracyResult(tokens=tokens, stock=of_stock, candidate=of_candidate, allowed=ACCURACY_FACTOR * of_stock)
 
 
-def took_place(condition: Condition, counters: Mapping[str, Any], requests: int) -> str:
-    """Objection if the counters of the right probe say that the condition did not really happen, else an empty string."""
+def took_place(condition: Condition, counters: Mapping[str, Any], requests: int) -> Objection | None:
+    """Objection if the counters of the right probe say that the condition did not really happen."""
     if condition.happened is None:
-        return ""
+        return None
     count, floor = counters.get(condition.happened), requests if condition.more_than == "requests" else 0
     if isinstance(count, int) and count > floor:
-        return ""
-    return f"it did not take place: {condition.happened} is {count}, more than {floor} needed"
+        return None
+    return Objection("did_not_take_place", f"it did not take place: {condition.happened} is {count}, more than {floor} needed")
+
+
+def settings_differ(condition: Condition, left: Mapping[str, Any] | None, right: Mapping[str, Any] | None) -> Objection | None:
+    """Objection if two processes that a condition compares because they run with another setting report the same one."""
+    values = [(engine or {}).get(condition.unlike or "") for engine in (left, right)]
+    if condition.unlike is None or values[0] != values[1]:
+        return None
+    return Objection("did_not_take_place", f"it did not take place: {condition.unlike} is {values[0]} in both processes")
 
 
 @dataclass(frozen=True)
@@ -131,29 +157,50 @@ class Timed:
     """One throughput run."""
 
     tokens: int
-    """as the job counted them"""
+    """as the parent counted them in the answer"""
     seconds: float
     """wall clock of the parent: a job's own clock may be tampered with"""
+    job_seconds: float | None = None
+    """what the job's clock says"""
+    others_busy: float = 0.0
+    """processor seconds that processes with candidate code used meanwhile, the timed one left out"""
 
 
-def throughput(pairs: Sequence[tuple[Timed, Timed]], tokens: int) -> tuple[ThroughputResult | None, list[str]]:
+def throughput(pairs: Sequence[tuple[Timed, Timed]], tokens: int) -> tuple[ThroughputResult | None, list[Objection]]:
     """Ratio over neighbouring (stock, candidate) runs. Objects to runs that made another number of tokens than `tokens`."""
-    objections = [f"throughput: a {name} run made {run.tokens} tokens instead of {tokens}"
+    objections = [Objection("timed_tokens", f"throughput: a {name} run made {run.tokens} tokens instead of {tokens}")
                   for pair in pairs for name, run in zip(("stock", "candidate"), pair, strict=True) if run.tokens != tokens]
     if objections or not pairs:
-        return None, objections or ["throughput: no pairs were timed"]
+        return None, objections or [Objection("timed_tokens", "throughput: no pairs were timed")]
     stock, candidate = ([pair[arm].tokens / pair[arm].seconds for pair in pairs] for arm in (0, 1))
     ratios = [c / s for s, c in zip(stock, candidate, strict=True)]
     return ThroughputResult(stock=median(stock), candidate=median(candidate), ratio=median(ratios), spread=(min(ratios), max(ratios))), []
 
 
-def configuration_objections(stock: Mapping[str, Any] | None, candidate: Mapping[str, Any] | None, ignore: Iterable[str] = ()) -> list[str]:
+def timing_objections(pairs: Sequence[tuple[Timed, Timed]]) -> list[Objection]:
+    """Objections to clocks that disagree and to a candidate that was at work while stock was timed."""
+    found = []
+    for pair in pairs:
+        for name, run in zip(("stock", "candidate"), pair, strict=True):
+            if run.job_seconds is not None and abs(run.seconds - run.job_seconds) > CLOCK_SECONDS + CLOCK_SHARE * run.seconds:
+                found.append(Objection("clock_disagrees", f"throughput: a {name} run took {run.job_seconds:.2f} s by its own clock and "
+                                                          f"{run.seconds:.2f} s by the parent's"))
+    busy, seconds = sum(pair[0].others_busy for pair in pairs), sum(pair[0].seconds for pair in pairs)
+    if busy > max(IDLE_SECONDS, IDLE_SHARE * seconds):
+        found.append(Objection("busy_while_stock_ran", f"throughput: candidate code used {busy:.2f} processor seconds while stock was timed for "
+                                                       f"{seconds:.2f} s"))
+    return found
+
+
+def configuration_objections(stock: Mapping[str, Any] | None, candidate: Mapping[str, Any] | None,
+                             ignore: Iterable[str] = ()) -> list[Objection]:
     """Fields of two resolved engine configurations that differ, apart from some top-level ones: a feature that one arm runs without
     makes the comparison of speeds worthless."""
     if not stock or not candidate:
-        return ["an engine did not report its configuration"]
+        return [Objection("config_changed", "an engine did not report its configuration")]
     left, right, skipped = _flatten(stock), _flatten(candidate), set(ignore)
-    return [f"the engines are configured differently: {path}: {left.get(path, 'absent')} -> {right.get(path, 'absent')}"
+    return [Objection("config_changed",
+                      f"the engines are configured differently: {path}: {left.get(path, 'absent')} -> {right.get(path, 'absent')}")
             for path in sorted(left.keys() | right.keys())
             if path.split(".")[0] not in skipped and left.get(path, _ABSENT) != right.get(path, _ABSENT)]
 
@@ -167,30 +214,32 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
-def decide(conditions: Sequence[ConditionResult], controls: Sequence[ControlResult], *, tokens: int, least_tokens: int, void: Sequence[str],
-           accuracy: AccuracyResult | None) -> Verdict:
-    """The verdict. `void` are the objections found so far; the rules that need the whole picture are added here."""
+def decide(conditions: Sequence[ConditionResult], controls: Sequence[ControlResult], *, tokens: int, least_tokens: int, void: Sequence[Objection],
+           accuracy: AccuracyResult | None, inexact: Sequence[Objection] = ()) -> Verdict:
+    """The verdict. `void` and `inexact` are the objections found so far; the rules that need the whole picture are added here."""
     reasons = list(dict.fromkeys(void))
     if tokens < least_tokens:
-        reasons.append(f"{tokens} sampled tokens were compared, {least_tokens} are needed")
+        reasons.append(Objection("too_few_tokens", f"{tokens} sampled tokens were compared, {least_tokens} are needed"))
     if not controls:
-        reasons.append("no negative control")
+        reasons.append(Objection("negative_control", "no negative control"))
     for control in controls:
         if not control.ran:
-            reasons.append(f"negative control '{control.name}' did not run: {control.reason}")
+            reasons.append(Objection("negative_control", f"negative control '{control.name}' did not run: {control.reason}"))
         elif control.mismatches == 0:
-            reasons.append(f"negative control '{control.name}': a weight was moved by one ulp and nothing was reported")
+            reasons.append(Objection("negative_control",
+                                     f"negative control '{control.name}': a weight was moved by one ulp and nothing was reported"))
     is_void = bool(reasons)
+    reasons += dict.fromkeys(inexact)
     for condition in conditions:
         if not condition.ran and not condition.excused:
-            reasons.append(f"'{condition.name}' did not run: {condition.reason}")
+            reasons.append(Objection("condition_missing", f"'{condition.name}' did not run: {condition.reason}"))
         elif condition.ran and condition.tokens == 0:
-            reasons.append(f"'{condition.name}' compared no token")
+            reasons.append(Objection("condition_missing", f"'{condition.name}' compared no token"))
     if not any(condition.ran for condition in conditions):
-        reasons.append("no condition ran")
+        reasons.append(Objection("condition_missing", "no condition ran"))
     if accuracy is not None and not accuracy.ok:
-        reasons.append(f"accuracy: the candidate is {accuracy.candidate:.2e} nats from the reference, stock {accuracy.stock:.2e}, "
-                       f"allowed {accuracy.allowed:.2e}")
+        reasons.append(Objection("accuracy", f"accuracy: the candidate is {accuracy.candidate:.2e} nats from the reference, stock "
+                                             f"{accuracy.stock:.2e}, allowed {accuracy.allowed:.2e}"))
     mismatches = sum(condition.mismatches for condition in conditions)
     return Verdict(exact=not reasons and mismatches == 0, void=is_void, tokens=tokens, mismatches=mismatches, conditions=list(conditions),
-                   reasons=reasons)
+                   reasons=reasons, rules=[*(["mismatch"] if mismatches else []), *named(reasons)])

@@ -7,7 +7,8 @@ import jinja2
 
 from agent.llm import reading
 from agent.llm.trajectory import Trajectory
-from agent.pull_request import environment_rows
+from agent.pr.body import environment_rows
+from agent.screen import recipe_line
 from agent.state import Attempt, RunState, key
 from agent.tools.divergence import Divergence, LocalizeReport, SiteCount
 from agent.verdict import ConditionResult, ThroughputResult
@@ -26,8 +27,8 @@ def render(state: RunState, trajectory: Trajectory | None = None) -> str:
     word, tone = WORDS[state.outcome]
     best = state.best
     return environment.get_template("report.html").render(
-        s=state, word=word, tone=tone, best=best, figures=_figures(state), strips=_strips(state), causes=_causes(state), groups=_groups(state),
-        steps=reading.steps(trajectory) if trajectory else [], spent=f"Spent: {trajectory.spent}." if trajectory else "",
+        s=state, recipe=recipe_line(state), word=word, tone=tone, best=best, figures=_figures(state), strips=_strips(state), causes=_causes(state),
+        groups=_groups(state), steps=reading.steps(trajectory) if trajectory else [], spent=f"Spent: {trajectory.spent}." if trajectory else "",
         speed=_speed(best.throughput, state.target) if best and best.throughput else None,
         environment=environment_rows(best.environment) if best else [])
 

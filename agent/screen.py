@@ -148,12 +148,21 @@ def summary(state: RunState, workspace: str) -> Group:
     kept = sum(a.outcome == "kept" for a in state.attempts)
     facts = facts_grid()
     for name, value in [
-        ("attempts", f"{len(state.attempts)} ({kept} kept)"), ("branch", state.branch),
+        *([("recipe", recipe_line(state))] if state.recipe else []), ("attempts", f"{len(state.attempts)} ({kept} kept)"), ("branch", state.branch),
         ("pull request", state.pull_request or "none: nothing to propose"), ("report", f"agent report {workspace}"),
         ("time", _duration(state.seconds)),
     ]:
         facts.add_row(Text(name, style="dim"), Text(value))
     return Group(*lines, facts)
+
+
+def recipe_line(state: RunState) -> str:
+    """What became of the recipe that was tried first."""
+    if state.recipe is None:
+        return ""
+    tried = state.recipe_attempt
+    return f"{state.recipe.name}: " + (f"{tried.outcome}, {tried.reason}" if tried and tried.outcome != "open" else "not measured" if tried is None
+                                       else "being measured")
 
 
 def facts_grid() -> Table:

@@ -10,19 +10,15 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from mcp.server.mcpserver import MCPServer
-from mcp.server.transport_security import TransportSecuritySettings
-from starlette.types import ASGIApp
+from typing import TYPE_CHECKING
 
 from agent import __version__
 from agent.errors import UserError
-from agent.mcp import auth, prompts, resources, tools
-from agent.mcp.calls import Calls
-from agent.mcp.jobs import Jobs
-from agent.mcp.skills import Skills
-from agent.mcp.tasks import Tasks
-from agent.mcp.workspaces import Workspaces
+from agent.mcp.door import Door
+
+if TYPE_CHECKING:  # the SDK is imported once a client can be heard
+    from mcp.server.mcpserver import MCPServer
+    from starlette.types import ASGIApp
 
 NAME = "train-inference-consistency"
 HOST, PORT, PATH = "127.0.0.1", 8321, "/mcp"
@@ -51,6 +47,15 @@ def build(state: Path | None = None, *, cwd: Path | None = None, command: Sequen
     `state` keeps the jobs, relative paths in calls start at `cwd`, `command` takes the place of the command line of this package, and `skills`
     that of its skill folders.
     """
+    from mcp.server.mcpserver import MCPServer
+
+    from agent.mcp import prompts, resources, tools
+    from agent.mcp.calls import Calls
+    from agent.mcp.jobs import Jobs
+    from agent.mcp.skills import Skills
+    from agent.mcp.tasks import Tasks
+    from agent.mcp.workspaces import Workspaces
+
     cwd = (cwd or Path.cwd()).resolve()
     jobs = Jobs((state or default_state()).resolve(), command)
     skill = Skills(skills) if skills else Skills()
@@ -65,12 +70,16 @@ def build(state: Path | None = None, *, cwd: Path | None = None, command: Sequen
 
 def http_app(server: MCPServer, token: str, host: str = HOST, allowed_hosts: Sequence[str] = ()) -> ASGIApp:
     """The server as an ASGI application that asks for the token and answers only under the allowed host names."""
+    from mcp.server.transport_security import TransportSecuritySettings
+
+    from agent.mcp.auth import BearerGate
+
     names = [name for name in dict.fromkeys([*LOOPBACK, *allowed_hosts])]
     hosts = [f"[{name}]" if ":" in name else name for name in names]
     allowed = [form for name in hosts for form in (name, f"{name}:*")]
     security = TransportSecuritySettings(
         allowed_hosts=allowed, allowed_origins=[f"{scheme}://{form}" for scheme in ("http", "https") for form in allowed])
-    return auth.BearerGate(server.streamable_http_app(
+    return BearerGate(server.streamable_http_app(
         streamable_http_path=PATH, host=host, max_request_body_size=MAX_BODY, transport_security=security), token)
 
 
@@ -85,11 +94,14 @@ def serve(*, http: bool = False, host: str = HOST, port: int = PORT, allowed_hos
         # There is nothing to put in order, and the thread that reads stdin would keep a polite exit waiting for the client.
         signal.signal(number, signal.SIG_DFL)
     if not http:
-        build(state, command=command).run()
+        door = Door((state or default_state()) / "opening")
+        door.serve(build(state, command=command).run)
         return
     if host not in LOOPBACK and not allowed_hosts:
         raise UserError(f"--host {host} can be reached from other machines; name the host names that clients use with --allow-host")
-    token, source = auth.load_token(token_file, state or default_state())
+    from agent.mcp.auth import load_token
+
+    token, source = load_token(token_file, state or default_state())
     listener = _listen(host, port)
     _serve_http(http_app(build(state, command=command), token, host, allowed_hosts), listener, source)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +17,15 @@ import numpy as np
 
 from agent import arrays, checkpoint
 from agent.errors import JobFailed, StepFailed
-from agent.workspace import write_atomic
+from agent.files import write_atomic
+from agent.rules import Objection
 from consistency.contract import Contract
-from sandboxes import Limits, Sandbox
-from sandboxes.local import LocalSandbox
+from sandboxes import Limits, Sandbox, choose
 
 LOG_LINES = 30
 """Lines of a job's log that an error carries."""
+NOTES = "refused.jsonl"
+"""Beside the answers: what the job's guard refused to candidate code."""
 GRACE_SECONDS = 5.0
 """How long a job may take to end by itself."""
 
@@ -49,7 +52,6 @@ class Job:
             "contract": self.contract.as_dict(),
             "kernels": None if self.kernels is None else str(self.kernels.resolve()),
             "engine": dict(self.settings),
-            "parent": os.getpid(),
         }, indent=1).encode()
 
 
@@ -87,22 +89,26 @@ class Session:
                  limits: Limits | None = None, start_timeout: float = 300.0, step_timeout: float = 300.0) -> None:
         """Starts the process and returns at once; `wait(session.start)` waits for the engine.
 
-        `directory` is new or empty. `start_timeout` and `step_timeout` are seconds. Raises JobFailed if the process cannot be started.
+        `directory` is new or empty. The job sees its checkpoint and kernels besides what `limits` name. `start_timeout` and `step_timeout` are
+        seconds. Raises JobFailed if the process cannot be started.
         """
         self.job = job
         self.directory = directory.resolve()
         self.step_timeout = step_timeout
         self.started: dict[str, Any] = {}
         self._next = 0
+        self._written: dict[str, bytes] = {}
+        self._early: list[Objection] = []
         self._end_by: float | None = None
         self._last_answer = time.monotonic()
         for folder in ("steps", "out"):
             (self.directory / folder).mkdir(parents=True)
-        write_atomic(self.directory / "job.json", job.dumps())
+        self._write("job.json", job.dumps())
         argv = [sys.executable, "-m", f"consistency.jobs.{job.engine}", str(self.directory)]
         self.start = Ticket(-1, "start", time.monotonic(), start_timeout)
         try:
-            self._handle = (sandbox or LocalSandbox()).start(argv, self.directory, {**_caches(), **(environment or {})}, limits or Limits())
+            self._handle = (sandbox or choose()).start(argv, self.directory, {**_caches(), **(environment or {})},
+                                                       _with_inputs(job, limits or Limits()))
         except OSError as error:
             raise JobFailed(f"the {job.engine} job cannot be started: {error}", self.directory) from error
 
@@ -115,7 +121,9 @@ class Session:
     def submit(self, step: Mapping[str, Any], timeout: float | None = None) -> Ticket:
         """Queues one step. `timeout` in seconds counts from the moment the step before it is done."""
         ticket = Ticket(self._next, str(step["kind"]), time.monotonic(), self.step_timeout if timeout is None else timeout)
-        write_atomic(self.directory / "steps" / f"{ticket.number:04d}.json", json.dumps(step).encode())
+        if self._answer_path(ticket).exists():
+            self._early.append(Objection("harness_files_changed", f"the answer to step {ticket.number} was there before its question"))
+        self._write(f"steps/{ticket.number:04d}.json", json.dumps(step).encode())
         self._next += 1
         return ticket
 
@@ -131,13 +139,17 @@ class Session:
         if code is None and not late:
             return False
         self._handle.kill()
+        rule = ""
         if self._handle.timed_out:
             reason = "was stopped at the sandbox's wall clock"
+        elif self._handle.breach:
+            rule, found = self._handle.breach
+            reason = f"was stopped because {found} [{rule}],"
         elif code is None:
             reason = f"gave no answer within {ticket.timeout:.0f} s"
         else:
             reason = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
-        raise JobFailed(f"the {self.job.engine} job {reason} during '{ticket.kind}'", self.directory, self.log_tail())
+        raise JobFailed(f"the {self.job.engine} job {reason} during '{ticket.kind}'", self.directory, self.log_tail(), rule)
 
     def wait(self, ticket: Ticket, on_wait: Callable[[], None] | None = None) -> Answer:
         """Blocks until the answer is there; `on_wait` is called about ten times a second meanwhile.
@@ -200,6 +212,24 @@ class Session:
                 time.sleep(0.01)
         self._handle.kill()
 
+    def cpu_seconds(self) -> float:
+        """Processor time that the job has used so far."""
+        return self._handle.cpu_seconds()
+
+    def findings(self) -> list[Objection]:
+        """What this job did besides answering, as far as it shows: call it once the job has ended."""
+        found = [*self._early, *(note for note in _notes(self.directory / "out" / NOTES))]
+        if self._handle.breach:
+            found.append(Objection(*self._handle.breach))
+        if self._handle.left:
+            found.append(Objection("left_processes", f"{len(self._handle.left)} outlived it: {', '.join(sorted(set(self._handle.left)))}"))
+        there = {"job.json", *(f"steps/{path.name}" for path in (self.directory / "steps").iterdir())}
+        for name in sorted(there | set(self._written)):
+            path = self.directory / name
+            if name not in self._written or not path.is_file() or path.read_bytes() != self._written[name]:
+                found.append(Objection("harness_files_changed", f"{name} is not what the parent wrote"))
+        return found
+
     def log_tail(self) -> str:
         """Last lines of the job's log."""
         try:
@@ -210,8 +240,33 @@ class Session:
             return ""
         return "\n".join(text.splitlines()[-LOG_LINES:])
 
+    def _write(self, name: str, data: bytes) -> None:
+        self._written[name] = data
+        write_atomic(self.directory / name, data)
+
     def _answer_path(self, ticket: Ticket) -> Path:
         return self.directory / "out" / ("start.json" if ticket.number < 0 else f"{ticket.number:04d}.json")
+
+
+def _notes(path: Path) -> Iterator[Objection]:
+    """What `consistency.guard` wrote in the job. A line that is not its own is an objection too."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                note = json.loads(line)
+                yield Objection(note["rule"], str(note["detail"]))
+            except (ValueError, KeyError, TypeError):
+                yield Objection("harness_files_changed", f"{NOTES} holds a line that is none")
+
+
+def _with_inputs(job: Job, limits: Limits) -> Limits:
+    """The job's own inputs made visible. A job without foreign code may fill vLLM's cache; one with it could leave something there for others."""
+    inputs = [job.checkpoint, *(path.resolve() for path in job.checkpoint.glob("*") if path.is_symlink())]
+    inputs += [job.kernels] if job.kernels else []
+    cache = Path(_caches()["VLLM_CACHE_ROOT"])
+    cache.mkdir(parents=True, exist_ok=True)
+    return replace(limits, readable=(*limits.readable, *inputs, *([cache] if job.kernels else [])),
+                   writable=(*limits.writable, *([] if job.kernels else [cache])))
 
 
 def _caches() -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from agent.errors import UserError
+from agent.recipes import Recipe
 from agent.tools.divergence import Divergence, LocalizeReport
 from agent.tools.patch_kernel import Binding, PatchReport, validate
 from agent.tools.repro import ReproReport
@@ -43,6 +44,8 @@ class Attempt(BaseModel):
     addresses: list[str]
     patch: PatchReport
     repros: list[ReproCheck] = []
+    recipe: str = ""
+    """Name of the recipe that this attempt binds, if it does."""
     verify: VerifyReport | None = None
     localize: LocalizeReport | None = None
     crashes: int = 0
@@ -58,7 +61,8 @@ class Attempt(BaseModel):
 
     @property
     def title(self) -> str:
-        return ", ".join(str(binding) for binding in self.bindings) or ", ".join(self.patch.changed)
+        change = ", ".join(str(binding) for binding in self.bindings) or ", ".join(self.patch.engine or self.patch.changed)
+        return f"recipe {self.recipe}: {change}" if self.recipe else change
 
 
 class RunState(BaseModel):
@@ -81,6 +85,8 @@ class RunState(BaseModel):
     """Commit of the run branch."""
     contract: dict[str, dict[str, str]]
     """The contract at `head`."""
+    recipe: Recipe | None = None
+    """What is tried before anything is searched for; None: nothing fits, or it was not wanted."""
     baseline: VerifyReport | None = None
     """Quick verify of the empty contract."""
     verify: VerifyReport | None = None
@@ -114,6 +120,10 @@ class RunState(BaseModel):
         """The strongest measurement of `head`."""
         return self.final or self.verify
 
+    @property
+    def recipe_attempt(self) -> Attempt | None:
+        return next((attempt for attempt in self.attempts if attempt.recipe), None)
+
     def repro_folder(self, key: str) -> str:
         """Folder of a repro, relative to the top of any worktree of this run."""
         return f"repros/{Path(self.repros[key].directory).name}"
@@ -133,8 +143,11 @@ def key(divergence: Divergence) -> str:
     return f"{divergence.dimension}:{divergence.site}"
 
 
-def begin(workspace: Workspace, *, run: str, checkpoint: str, device: str, policy: str, target: float) -> RunState:
-    """Start a run: its branch at the base, its state on disk, and the workspace pointing to it. Raises UserError on an unusable contract."""
+def begin(workspace: Workspace, *, run: str, checkpoint: str, device: str, policy: str, target: float, recipe: Recipe | None = None) -> RunState:
+    """Start a run: its branch at the base, its state on disk, and the workspace pointing to it. Raises UserError on an unusable contract.
+
+    A `recipe` is for a workspace that is stock; one with a contract of its own goes on from that.
+    """
     settings, base = workspace.settings, workspace.base()
     tree = workspace.add_tree(run, "main", base)
     try:
@@ -145,7 +158,8 @@ def begin(workspace: Workspace, *, run: str, checkpoint: str, device: str, polic
         raise UserError(str(error)) from None
     state = RunState(
         run=run, model=settings.model, scale=settings.scale, checkpoint=checkpoint, policy=policy, device=device, target=target, base=base,
-        started=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", contract=contract.as_dict(), head=workspace.head(tree))
+        started=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", contract=contract.as_dict(), head=workspace.head(tree),
+        recipe=recipe if contract == Contract() else None)
     state.save(workspace)
     write_atomic(workspace.private / "current", f"{run}\n".encode())
     return state

@@ -87,6 +87,8 @@ class Verdict(BaseModel):
     conditions: list[ConditionResult]
     reasons: list[str] = []
     """why it is void, or what besides mismatches keeps it from being exact"""
+    rules: list[str] = []
+    """names, from `agent.rules`, of every rule that stands in the way; empty exactly if the verdict is exact"""
 
 
 class VerifyReport(BaseModel):

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import git
 from agent import config
 from agent.config import Config
 from agent.errors import UserError
+from agent.files import write_atomic
 
 PRIVATE = ".agent"
 """Folder of state, lock, job folders and worktrees; kept out of git by .git/info/exclude."""
@@ -168,13 +169,15 @@ class Workspace:
                 return
             time.sleep(0.05)
 
-    def commit(self, tree: Path, message: str, trailers: dict[str, str] | None = None, *, amend: bool = False) -> str:
-        """Commit everything in `tree`; returns the commit's id. Message and trailers go through stdin."""
+    def commit(self, tree: Path, message: str, trailers: dict[str, str] | None = None, *, amend: bool = False,
+               author: tuple[str, str] | None = None) -> str:
+        """Commit everything in `tree`; returns the commit's id. Message and trailers go through stdin. `author`: name and address."""
         text = message.strip() + "\n"
         if trailers:
             text += "\n" + "".join(f"{key}: {value}\n" for key, value in trailers.items())
         self._git("add", "--all", cwd=tree)
-        self._git("commit", "--quiet", "--allow-empty", "--cleanup=whitespace", "--file=-", *(["--amend"] if amend else []), cwd=tree, stdin=text)
+        call_git(("commit", "--quiet", "--allow-empty", "--cleanup=whitespace", "--file=-", *(["--amend"] if amend else [])), tree, text,
+                 authorship(author))
         return self.head(tree)
 
     def head(self, tree: Path) -> str:
@@ -193,6 +196,12 @@ class Workspace:
         self._git("switch", "--quiet", branch(run, "main"))
         return self.path
 
+    def fork_point(self, base: str, head: str) -> str:
+        """Commit that a run's branch left its base at. Raises UserError if the base branch is gone."""
+        if not self.has_branch(base):
+            raise UserError(f"the branch {base!r} that the run started from is gone from {self.path}; make it again at the commit it stood at")
+        return self._git("merge-base", base, head)
+
     def show(self, commit: str, name: str) -> bytes:
         """A committed file's bytes."""
         return self.repo.commit(commit).tree.join(name).data_stream.read()
@@ -200,6 +209,9 @@ class Workspace:
     def files(self, commit: str, under: str) -> list[str]:
         """Committed paths below a folder."""
         return [name for name in self._git("ls-tree", "-r", "-z", "--name-only", commit, "--", f"{under}/").split("\0") if name]
+
+    def is_file(self, commit: str, name: str) -> bool:
+        return " blob " in self._git("ls-tree", commit, "--", name).partition("\t")[0]
 
     def evidence_trailers(self, commit: str, path: str | None = None) -> list[str]:
         """Hashes in the Evidence trailers of a commit, or of the newest commit up to it that touched `path`."""
@@ -224,10 +236,19 @@ def branch(run: str, name: str) -> str:
     return f"agent/{run}/{name}"
 
 
-def call_git(arguments: tuple[str, ...], cwd: Path, stdin: str | None = None) -> str:
-    """Run git with hooks, fsmonitor and signing off. Raises UserError with git's own words."""
+def authorship(author: tuple[str, str] | None) -> dict[str, str]:
+    """Environment that makes git name somebody as the author."""
+    return {"GIT_AUTHOR_NAME": author[0], "GIT_AUTHOR_EMAIL": author[1]} if author else {}
+
+
+def call_git(arguments: tuple[str, ...], cwd: Path, stdin: str | None = None, environment: Mapping[str, str] | None = None,
+             settings: Mapping[str, str] | None = None) -> str:
+    """Run git with hooks, fsmonitor and signing off. `environment` and `settings` (configuration) are added, and stay out of the command line.
+
+    Raises UserError with git's own words.
+    """
     runner = git.Git(str(cwd))
-    runner.update_environment(**_environment())
+    runner.update_environment(**_environment(settings or {}), **(environment or {}))
     with tempfile.TemporaryFile() as source:
         source.write((stdin or "").encode())
         source.seek(0)
@@ -238,11 +259,11 @@ def call_git(arguments: tuple[str, ...], cwd: Path, stdin: str | None = None) ->
             raise UserError(f"git {arguments[0]} failed in {cwd}: {words[0].strip() if words else f'exit code {error.status}'}") from error
 
 
-def _environment() -> dict[str, str]:
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
     """Settings that the caller's environment already carries (an identity, say) stay in force, before ours."""
-    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
-    variables = {"GIT_CONFIG_COUNT": str(first + len(_SAFE)), "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-    for number, (key, value) in enumerate(_SAFE.items(), start=first):
+    first, ours = int(os.environ.get("GIT_CONFIG_COUNT") or 0), {**_SAFE, **more}
+    variables = {"GIT_CONFIG_COUNT": str(first + len(ours)), "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    for number, (key, value) in enumerate(ours.items(), start=first):
         variables[f"GIT_CONFIG_KEY_{number}"] = key
         variables[f"GIT_CONFIG_VALUE_{number}"] = value
     return variables
@@ -261,17 +282,10 @@ def check_identity(folder: Path) -> None:
 
 def write_evidence(tree: Path, name: str, payload: dict[str, Any]) -> str:
     """Write evidence/NAME.json; returns its sha256."""
-    data = (json.dumps(payload, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+    data = encode_evidence(payload)
     write_atomic(tree / "evidence" / f"{name}.json", data)
     return hashlib.sha256(data).hexdigest()
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file as one step, durable before it becomes visible."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-    draft.replace(path)
+def encode_evidence(payload: dict[str, Any]) -> bytes:
+    return (json.dumps(payload, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()

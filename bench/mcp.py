@@ -36,23 +36,44 @@ def request(method: str, **params) -> dict:
     return {"jsonrpc": "2.0", "id": 1, "method": method, "params": {**params, "_meta": META}}
 
 
-def start_to_tool_list(state: Path, rounds: int) -> tuple[list[float], list[float], float]:
-    """Seconds from the start of the process to its answer on stdio, its processor time until then, and the memory of the last one in MiB."""
-    times, used, resident = [], [], 0.0
+def starts(state: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds from the start of the process to its tool list and to the answer of a first call on stdio, its processor time until then, and its
+    memory in MiB a second later. The first start has an empty folder, so that nothing is on record yet."""
+    found: dict[str, list[float]] = {"list": [], "call": [], "processor": [], "memory": []}
     for _ in range(rounds):
         begun = time.perf_counter()
         server = subprocess.Popen([sys.executable, "-m", "agent.server", "--state", str(state)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert server.stdin and server.stdout
-        server.stdin.write(json.dumps(request("tools/list")).encode() + b"\n")
-        server.stdin.flush()
-        assert len(json.loads(server.stdout.readline())["result"]["tools"]) == 8
-        times.append(time.perf_counter() - begun)
-        used.append(processor_seconds(server.pid))
+        for name, asked in (("list", request("tools/list")), ("call", request("tools/call", name="models", arguments={}))):
+            server.stdin.write(json.dumps(asked).encode() + b"\n")
+            server.stdin.flush()
+            result = json.loads(server.stdout.readline())["result"]
+            assert len(result["tools"]) == 8 if name == "list" else result["structuredContent"]["families"]
+            found[name].append(time.perf_counter() - begun)
+        found["processor"].append(processor_seconds(server.pid))
         time.sleep(1)
-        resident = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        found["memory"].append(int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
         server.stdin.close()
         server.wait()
-    return times, used, resident
+    return found
+
+
+def parts(rounds: int) -> dict[str, float]:
+    """Least seconds of a Python process that imports what a start imports, step by step; each contains the ones before it."""
+    steps = {"python": "pass", "pydantic": "import pydantic", "mcp_types": "import mcp_types",
+             "its two protocol versions": "import mcp_types.methods", "mcp": "import mcp",
+             "this server, built": "from agent.server import build; build()"}
+    return {name: round(min(_seconds(code) for _ in range(rounds)), 2) for name, code in steps.items()}
+
+
+def _seconds(code: str) -> float:
+    begun = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.perf_counter() - begun
+
+
+def seconds(times: list[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(times), 2), "least": round(min(times), 2), "longest": round(max(times), 2), "starts": len(times)}
 
 
 async def status_calls(address: str, pause: float, calls: int) -> list[float]:
@@ -149,13 +170,16 @@ def main() -> None:
     load, speed = os.getloadavg()[0], additions()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        starts, used, resident = start_to_tool_list(place / "stdio", 5)
+        started = starts(place / "stdio", 7)
         paced, burst, per_call = over_http(place)
         cancels = cancellation(place, 5)
     figures = {
-        "start to tool list, s": {"median": round(statistics.median(starts), 2), "least": round(min(starts), 2), "starts": len(starts),
-                                    "processor time": round(statistics.median(used), 2)},
-        "idle memory, MiB": round(resident, 1),
+        "start to tool list, s": seconds(started["list"][1:]),
+        "start to tool list, nothing on record, s": round(started["list"][0], 2),
+        "start to the answer of a first call, s": seconds(started["call"][1:]),
+        "processor time until then, s": round(statistics.median(started["processor"]), 2),
+        "a process that imports, s": parts(5),
+        "idle memory, MiB": round(max(started["memory"]), 1),
         f"status call, {CLIENTS} clients once a second, ms": milliseconds(paced),
         f"status call, {CLIENTS} clients without a pause, ms": milliseconds(burst),
         "processor time of the server per status call, ms": round(per_call * 1000, 2),

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from consistency import guard
 from consistency.contract import Contract, ContractError
 from consistency.operators import catalog
 
@@ -20,7 +21,7 @@ class Bindings:
 
     def bind(self, contract: Contract) -> None:
         """Replaces the table. Raises ContractError for an operator or implementation that does not exist; the old table then stays."""
-        contract.validate(catalog.known())
+        contract.validate(catalog.known(self.device))
         names = getattr(contract, self.side)
         active = {operator: self.load(operator, name) for operator, name in names.items()}
         self.active, self.names = active, dict(names)
@@ -56,7 +57,8 @@ def _import_file(path: Path):
     spec = importlib.util.spec_from_file_location(f"kernels_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with guard.importing(path):
+        spec.loader.exec_module(module)
     return module
 
 

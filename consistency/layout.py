@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,8 +37,11 @@ class Layout:
         """(first row, one past the last row) of each sequence."""
         return [(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
 
-    def positions(self) -> torch.Tensor:
+    def positions(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [rows]: position in its sequence; padding rows count on."""
+        return self.kept("positions", device, lambda: self._positions().to(device))
+
+    def _positions(self) -> torch.Tensor:
         if self.width is not None:
             return torch.arange(self.width).repeat(self.rows // self.width)
         return torch.cat([torch.arange(length) for length in self.lengths])
@@ -51,3 +57,33 @@ class Layout:
         if self.width is not None:
             return batch.reshape(self.rows, *batch.shape[2:])
         return torch.cat([batch[i, :length] for i, length in enumerate(self.lengths)])
+
+    # ---- for kernels over packed sequences --------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _tables(self) -> dict[tuple[str, torch.device], Any]:
+        return {}
+
+    def kept(self, name: str, device: torch.device | str, make: Callable[[], Any]) -> Any:
+        """What `make` returned the first time for this batch and device: tables that every layer needs are built once."""
+        key = name, torch.device(device)
+        if key not in self._tables:
+            self._tables[key] = make()
+        return self._tables[key]
+
+    def cu_seqlens(self, device: torch.device | str) -> torch.Tensor:
+        """int32 [sequences + 1]: where each sequence starts once padding is gone."""
+        return self.kept("cu_seqlens", device, lambda: torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device))
+
+    def _valid(self, device: torch.device) -> torch.Tensor:
+        return self.kept("valid", device, lambda: torch.cat([torch.arange(a, b) for a, b in self.spans()]).to(device))
+
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, ...] -> the rows of sequences alone, one sequence after the other. Differentiable."""
+        return rows if self.rows == sum(self.lengths) else rows.index_select(0, self._valid(rows.device))
+
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Inverse of `pack`; padding rows are zero. Differentiable."""
+        if self.rows == rows.shape[0]:
+            return rows
+        return rows.new_zeros(self.rows, *rows.shape[1:]).index_copy(0, self._valid(rows.device), rows)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 ABSENT = -1
+CHUNK = 1 << 24
+"""elements fingerprinted at a time, whose bits are widened to 64"""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = (1 << 62) - 1
 
@@ -18,10 +20,21 @@ _MASK = (1 << 62) - 1
 def fingerprint(rows: torch.Tensor) -> torch.Tensor:
     """rows [T, ...] of any dtype -> int64 [T], never negative."""
     flat = rows.detach().flatten(1).contiguous() if rows.ndim > 1 else rows.detach()[:, None]
+    if flat.numel() > CHUNK and len(flat) > 1:
+        return torch.cat([fingerprint(part) for part in flat.split(max(1, CHUNK // flat.shape[1]))])
     bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
     columns = torch.arange(bits.shape[1], dtype=torch.int64, device=bits.device)
     odd = (columns * 0x2545F4914F6CDD1D + 0x1B873593) | 1
     return ((bits ^ (bits << 21)) * odd).sum(-1) & _MASK
+
+
+def ignore(site: Site, rows: torch.Tensor) -> None:
+    """The recorder of a forward that nobody watches."""
+
+
+def plain(block, x: torch.Tensor, residual: torch.Tensor | None):
+    """How a forward runs one layer when nothing is to be recomputed in the backward pass."""
+    return block(x, residual)
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,7 @@ class Recorder:
 
     def begin(self, requests: torch.Tensor, positions: torch.Tensor) -> None:
         """int64 [T] request and position of each row of the coming step; request -1 marks a row to ignore."""
+        requests, positions = requests.cpu(), positions.cpu()
         offsets = torch.tensor([*self.offsets, 0])
         valid = (requests >= 0) & (positions < torch.tensor([*self.lengths, 0])[requests])
         self.index = torch.where(valid, offsets[requests] + positions, -1)
@@ -79,11 +93,12 @@ class Recorder:
         if site.key not in self.sites:
             self.sites[site.key] = site
             self.prints[site.key] = torch.full((self.total,), ABSENT, dtype=torch.int64)
-        self.prints[site.key][index[keep]] = fingerprint(value[keep])
+        # on a device all rows are hashed there and the hashes selected here
+        self.prints[site.key][index[keep]] = fingerprint(value[keep]) if value.is_cpu else fingerprint(value).cpu()[keep]
         if site.key in self.dump_keys:
             if site.key not in self.dumps:
                 self.dumps[site.key] = torch.zeros(self.total, *value.shape[1:], dtype=value.dtype)
-            self.dumps[site.key][index[keep]] = value[keep].detach()
+            self.dumps[site.key][index[keep]] = value.detach()[keep.to(value.device)].cpu()
 
     def arrays(self) -> dict[str, torch.Tensor]:
         return {"row_request": self.request, "row_position": self.position,

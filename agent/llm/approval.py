@@ -35,6 +35,8 @@ class Asker:
             self.console.print(Text(plain(f"patch: {', '.join(map(str, patch.bindings)) or 'no binding'}\nwhy: {patch.why}")))
             for name, text in patch.files.items():
                 self.console.print(Syntax(plain(self._diff(name, text), WHOLE), "diff", word_wrap=True))
+            if patch.diff:
+                self.console.print(Syntax(plain(patch.diff, WHOLE), "diff", word_wrap=True))
             answer = self.ask("make this patch? [y/N, or why not] ").strip()
         return None if answer.lower() in ("y", "yes") else "" if answer.lower() in ("", "n", "no") else answer
 

@@ -65,7 +65,7 @@ def replay(workspace: Workspace, run: str) -> RunState:
     Trajectory.load(folder(workspace, run))
     source = _load(workspace, run)
     return begin(workspace, run=new_run_id(workspace), checkpoint=source.checkpoint, device=source.device, policy=f"replay:{run}",
-                 target=source.target)
+                 target=source.target, recipe=source.recipe)
 
 
 def _first(records: list[Record], at: int) -> list[Record]:

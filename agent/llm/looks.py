@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from agent.checkout import Checkout
 from agent.llm.requests import ListCall, ReadCall, SearchCall, ToolRequest, Unusable
 
 STACK = ("vllm", "transformers", "torch")
@@ -132,6 +133,9 @@ def roots(workspace: Path, attempts: Path) -> dict[str, dict[str, Path]]:
         spec = importlib.util.find_spec(name)
         if spec and spec.submodule_search_locations:
             stack[name] = Path(next(iter(spec.submodule_search_locations)))
+    if checkout := Checkout.of(workspace):
+        package, root = checkout.package()
+        stack[package] = checkout.path / root
     operators = importlib.util.find_spec("consistency")
     assert operators and operators.submodule_search_locations
     return {"workspace": {"": workspace}, "attempts": {"": attempts},

@@ -45,6 +45,7 @@ class LlmOptions:
         from agent.llm.approval import Approved, Asker
         from agent.policies.hybrid import Hybrid
         from agent.policies.llm import LlmPolicy
+        from agent.policies.recipe import RecipeFirst
 
         asker = Asker(console, workspace.tree(run, "main"), aside=aside) if self.approve else None
         settings = self.over(workspace.settings.llm, minutes)
@@ -54,20 +55,29 @@ class LlmOptions:
             asked.tell = tell
         if asker and isinstance(made, Hybrid):
             made.first = Approved(made.first, asker)
-        return Approved(made, asker) if asker and not isinstance(asked, LlmPolicy) else made
+        return RecipeFirst(Approved(made, asker) if asker and not isinstance(asked, LlmPolicy) else made, asker)
 
 
-def ask_policy(settings: LlmSettings, console: Console, environment: Mapping[str, str] = os.environ, ask: Callable[[str], str] = input) -> str | None:
-    """With a provider's key in the environment and a person at the terminal: who picks the steps in a new workspace. None: nobody to ask.
+def choose_policy(settings: LlmSettings, console: Console, quiet: bool, environment: Mapping[str, str] = os.environ,
+                  ask: Callable[[str], str] = input) -> tuple[str, bool]:
+    """Who picks the steps where nothing says so, and whether a person chose: without a provider's key the playbook.
 
-    Raises UserError on an answer that is no usable policy.
+    With a key a person at the terminal is asked, and the default is that the playbook leads and a model takes over where it is stuck. `quiet` or
+    no terminal: the playbook, with one line on how to choose. Raises UserError on an answer that is no usable policy.
     """
     providers = [kind for kind, variable in KEYS.items() if environment.get(variable, "").strip()]
-    if not providers or (ask is input and not sys.stdin.isatty()):
-        return None
-    offers = ["playbook", *(f"hybrid:{model}" for model in known_models() if model.partition(":")[0] in providers)]
-    console.print(f"{' and '.join(KEYS[kind] for kind in providers)} set. Who picks the steps of this workspace's runs?")
+    if not providers:
+        return "playbook", False
+    known = [model for model in known_models() if model.partition(":")[0] in providers]
+    offers = [*(f"hybrid:{model}" for model in dict.fromkeys([*([settings.model] if settings.model else []), *known])), "playbook"]
+    found = " and ".join(KEYS[kind] for kind in providers)
+    if quiet or (ask is input and not sys.stdin.isatty()):
+        console.print(f"{found} set, but nobody to ask: the playbook picks the steps; choose with --policy {offers[0]} or in consistency.toml",
+                      highlight=False, soft_wrap=True)
+        return "playbook", False
+    console.print(f"{found} set. Who picks the steps of this workspace's runs? (hybrid: the playbook first, the model where it is stuck, "
+                  f"at most {settings.limits.usd:g} USD a run)", soft_wrap=True)
     for number, offer in enumerate(offers):
         console.print(f"  {number}  {offer}", highlight=False)
     answer = ask("number, or any --policy [0] ").strip() or "0"
-    return check_policy(offers[int(answer)] if answer.isdecimal() and int(answer) < len(offers) else answer, settings, environment=environment)
+    return check_policy(offers[int(answer)] if answer.isdecimal() and int(answer) < len(offers) else answer, settings, environment=environment), True

@@ -43,6 +43,9 @@ Target = Annotated[float | None, Field(ge=0, description="least acceptable rollo
 Policy = Annotated[Text | None, Field(description="who picks the next step; default: playbook")]
 Minutes = Annotated[float | None, Field(ge=0, description="wall clock of this call")]
 Attempts = Annotated[int | None, Field(ge=0, description="attempts that this call may start")]
+FromScratch = Annotated[bool, Field(description="leave out the recipe that would be tried first")]
+Evidence = Annotated[Text | None, Field(
+    description="new folder for the evidence; default: that of the workspace, without one inside the job until 200 newer jobs have ended")]
 Resume = Annotated[bool, Field(description="go on with the workspace's last run")]
 
 JobId = Annotated[Text, Field(description="from an earlier answer")]

@@ -30,8 +30,11 @@ class Calls:
     def __init__(self, jobs: Jobs, cwd: Path):
         self.jobs, self.cwd = jobs, cwd
 
-    def engine(self, tool: str, subject: Subject, *, out: str | None = None, **options: object) -> Call:
-        """`verify`, `localize` or `repro`, which gets a folder of the job unless `out` is given. Raises UserError if the subject is none."""
+    def engine(self, tool: str, subject: Subject, *, out: str | None = None, evidence: str | None = None, **options: object) -> Call:
+        """`verify`, `localize` or `repro`. Repro and evidence go into folders of the job unless `out`, `evidence` or a workspace takes them.
+
+        Raises UserError if the subject is none.
+        """
         workspace = self._path(subject.workspace)
         device = self._device(subject, workspace)
         text = subject.contract if subject.contract and ("\n" in subject.contract or "=" in subject.contract) else None
@@ -39,13 +42,14 @@ class Calls:
         def arguments(folder: Path) -> list[str]:
             contract = folder / CONTRACT if text is not None else self._path(subject.contract)
             place = self._path(out) or folder / REPRO if tool == "repro" else None
+            proof = self._path(evidence) or (None if workspace else folder / EVIDENCE) if tool == "verify" else None
             return [tool, *_options(model=subject.model, scale=subject.scale, workspace=workspace, weights=self._path(subject.weights),
-                                    contract=contract, out=place, **options), "--json"]
+                                    contract=contract, out=place, evidence=proof, **options), "--json"]
 
         return Call(tool, arguments, device, self.cwd, workspace, {CONTRACT: text} if text is not None else {}, devices.environment(device))
 
     def run(self, subject: Subject, resume: bool, target_throughput: float | None, policy: str | None, minutes: float | None,
-            attempts: int | None) -> Call:
+            attempts: int | None, from_scratch: bool = False) -> Call:
         """`run`, or `resume` of the workspace's last run. Raises UserError if there is no workspace and no model to make one for."""
         workspace = self._path(subject.workspace) or (self.cwd / f"consistency-{subject.model}" if subject.model else None)
         if workspace is None:
@@ -56,7 +60,8 @@ class Calls:
             argv = ["resume", str(workspace), *limits, "--json"]
         else:
             argv = ["run", *_options(model=subject.model, scale=subject.scale, workspace=workspace, weights=self._path(subject.weights),
-                                     target_throughput=target_throughput, policy=policy), *limits, "--json"]
+                                     target_throughput=target_throughput, policy=policy), *limits,
+                    *(["--from-scratch"] if from_scratch else []), "--json"]
         return Call("run", lambda _: argv, device, self.cwd, workspace, {}, devices.environment(device))
 
     def patch(self, workspace: str | None, bindings: Sequence[str], files: Mapping[str, str], repo: str | None, diff: str | None,
@@ -88,7 +93,7 @@ class Calls:
         return self.cwd / Path(text).expanduser() if text else None
 
 
-CONTRACT, DIFF, REPRO = "input/contract.toml", "input/patch.diff", "repro"
+CONTRACT, DIFF, REPRO, EVIDENCE = "input/contract.toml", "input/patch.diff", "repro", "evidence"
 """Names inside a job's folder."""
 
 

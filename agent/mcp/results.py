@@ -102,6 +102,12 @@ class Attempt(BaseModel):
     reason: str
 
 
+class Recipe(BaseModel):
+    name: str
+    sha256: str
+    outcome: str | None = Field(description="kept or rejected; null: stock was exact, or it was not reached")
+
+
 class RunResult(BaseModel):
     kind: Literal["run"] = "run"
     model: str
@@ -113,6 +119,7 @@ class RunResult(BaseModel):
     verdict: Verdict | None
     baseline: Difference | None
     throughput: ThroughputResult | None
+    recipe: Recipe | None = None
     attempts: list[Attempt]
     branch: str
     pull_request: str | None

@@ -16,8 +16,9 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import INVALID_PARAMS, PaginatedRequestParams, RequestParams
 
 from agent.mcp.resources import inside
+from agent.models import SKILLS
 
-FOLDER = Path(__file__).resolve().parents[2] / "skills"
+FOLDER = SKILLS
 MAIN = "SKILL.md"
 TTL_MS = 60_000
 """How long a client may keep the list."""

@@ -107,23 +107,24 @@ def register(server: MCPServer, jobs: Jobs, calls: Calls) -> None:
     @explained
     async def verify(
             ctx: Context, model: arg.Model = None, scale: arg.Scale = None, workspace: arg.WorkspacePath = None, weights: arg.Weights = None,
-            contract: arg.Contract = None, level: arg.Level = "full", target_throughput: arg.Target = None, gpu: arg.Gpu = None,
-            wait_s: arg.Wait = 45) -> JobReport[VerifyResult]:
+            contract: arg.Contract = None, level: arg.Level = "full", target_throughput: arg.Target = None, evidence: arg.Evidence = None,
+            gpu: arg.Gpu = None, wait_s: arg.Wait = 45) -> JobReport[VerifyResult]:
         """Count the log-probabilities whose fp32 bits differ between rollout and training, per condition, with throughput, accuracy and a
         negative control. `exact` means 0 in every required condition; a `void` verdict proves nothing. Takes minutes."""
         subject = Subject(model, scale, workspace, weights, contract, gpu)
-        return await carry_out(lambda: calls.engine("verify", subject, level=level, target_throughput=target_throughput), wait_s, ctx)
+        return await carry_out(lambda: calls.engine("verify", subject, evidence=evidence, level=level, target_throughput=target_throughput),
+                               wait_s, ctx)
 
     @server.tool(title="Take a model's mismatch to zero", annotations=starts)
     @explained
     async def run(
             ctx: Context, model: arg.Model = None, scale: arg.Scale = None, workspace: arg.WorkspacePath = None, weights: arg.Weights = None,
             target_throughput: arg.Target = None, policy: arg.Policy = None, minutes: arg.Minutes = None, attempts: arg.Attempts = None,
-            resume: arg.Resume = False, gpu: arg.Gpu = None, wait_s: arg.Wait = 45) -> JobReport[RunResult]:
-        """The whole loop: baseline, localize, repro, patch, verify, until exact and fast enough or a budget ends; leaves a branch and a pull
-        request text in the workspace. Takes from minutes to hours; poll job_status."""
+            from_scratch: arg.FromScratch = False, resume: arg.Resume = False, gpu: arg.Gpu = None, wait_s: arg.Wait = 45) -> JobReport[RunResult]:
+        """The whole loop: baseline, the recipe shipped for the model if there is one, then localize, repro, patch, verify, until exact and fast
+        enough or a budget ends; leaves a branch and a pull request text in the workspace. Takes from minutes to hours; poll job_status."""
         subject = Subject(model, scale, workspace, weights, None, gpu)
-        return await carry_out(lambda: calls.run(subject, resume, target_throughput, policy, minutes, attempts), wait_s, ctx)
+        return await carry_out(lambda: calls.run(subject, resume, target_throughput, policy, minutes, attempts, from_scratch), wait_s, ctx)
 
     @server.tool(title="How a job is going", annotations=looks)
     @explained

@@ -37,9 +37,13 @@ class Patch(BaseModel):
     kind: Literal["patch"] = "patch"
     bindings: list[Binding] = []
     files: dict[str, str] = Field(default_factory=dict)
+    diff: str | None = None
+    """Unified diff: of the engine's checkout where the workspace has one, else of `kernels/`."""
     addresses: list[str]
     """Keys of the divergences that this shall remove; their repros must turn to 0."""
     why: str
+    recipe: str = ""
+    """Name of the recipe that this binds, if it is one."""
 
 
 class Stop(BaseModel):

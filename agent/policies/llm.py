@@ -19,6 +19,7 @@ from agent.llm.settings import LlmSettings
 from agent.llm.stuck import Watch
 from agent.llm.trajectory import Acting, Answering, Header, Resulting, Told, Trajectory
 from agent.policies import Action, Localize, Patch, Stop, Verify
+from agent.policies.playbook import hopeful
 from agent.state import RunState, folder
 from agent.workspace import Workspace
 
@@ -54,7 +55,7 @@ class LlmPolicy:
     def decide(self, state: RunState) -> Action:
         """Raises BudgetEnded, with everything saved, when a limit is reached, the provider is silent, or the model is stuck or refuses."""
         if attempt := state.open_attempt:
-            return Verify() if attempt.verify is None else Localize()
+            return Verify(level="full" if hopeful(state, attempt) else "quick") if attempt.verify is None else Localize()
         if acting := self.trajectory.pending():
             if not finished(acting, state):
                 return self._act(acting.call, acting.action, state)

@@ -56,7 +56,7 @@ class Diagnosis:
         parameters = [live[engine] for engine in self.engines]
         self.foreign = [n for n in names if parameters[0][n].tobytes() != parameters[1][n].tobytes()]
         directory = pair.directory / "cases" / name
-        if not write_case(directory, pair.family, call, found, pair.requests, parameters, self.implementations):
+        if not write_case(directory, pair.family, pair.setup.device, call, found, pair.requests, parameters, self.implementations):
             return
         self.evidence = str(directory)
         self._ask_alone(name)
@@ -126,7 +126,7 @@ class Diagnosis:
         """(contract, implementation, engines) to try in turn: first only the engine that is off, if that is known."""
         wanted = operator or self.site.operator
         involved: list[Engine] = [engine for engine in ENGINES if engine in self.engines]
-        for name in dict.fromkeys(i.name for i in catalog.implementations(wanted) if i.exact):
+        for name in dict.fromkeys(i.name for i in catalog.implementations(wanted, device=self.pair.setup.device) if i.exact):
             open_to: list[Engine] = [e for e in involved if getattr(self.contract, e).get(wanted) != name]
             off: list[Engine] = [e for e in open_to if self.equals_exact.get(e) is False] if operator is None else []
             for engines in ([off] if off and off != open_to else []) + ([open_to] if open_to else []):

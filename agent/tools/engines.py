@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from agent.device import Setup
+from agent.errors import UserError
 from agent.session import Answer, Engine, Job, Session
 from agent.tools.traces import Run, Trace
 from consistency.contract import SIDES, Contract
-from consistency.models.catalog import FAMILIES
-from sandboxes import Sandbox
+from sandboxes import Limits, Sandbox
 
 ENGINES: tuple[Engine, Engine] = ("rollout", "training")
 DUMP_BYTES = 1 << 28
@@ -25,8 +26,14 @@ class EnginePair:
     """A rollout and a training job, started together. A context manager that ends both."""
 
     def __init__(self, family: str, checkpoint: Path, kernels: Path | None, contract: Contract, directory: Path,
-                 sandbox: Sandbox | None = None) -> None:
-        """Starts the processes and returns at once. `directory` is new or empty. Raises JobFailed if a process cannot be started."""
+                 sandbox: Sandbox | None = None, setup: Setup | None = None, settings: Mapping[Engine, Mapping[str, Any]] | None = None,
+                 only: Sequence[Engine] = ENGINES) -> None:
+        """Starts the processes and returns at once. `directory` is new or empty. Raises JobFailed if a process cannot be started and UserError
+        if they do not fit the device.
+
+        setup: the device and the sizes; None: scale tiny on the CPU. settings: per engine, in place of what `setup` says. On a GPU the rollout
+        runs eagerly unless they say otherwise, since a graph holds the implementations that were bound when it was captured.
+        """
         self.family, self.checkpoint, self.directory = family, checkpoint, directory
         self.requests: list[dict[str, Any]] = []
         self.lengths: list[int] = []
@@ -39,12 +46,15 @@ class EnginePair:
         self._dump: dict[Engine, list[str]] = {"rollout": [], "training": []}
         self._stack = ExitStack()
         self.sessions: dict[Engine, Session] = {}
-        for engine in ENGINES:
-            settings: dict[str, Any] = {"threads": 1}
-            if engine == "rollout":
-                settings |= {"plugin": True, "enable_prefix_caching": "prefix_cache" not in FAMILIES[family].cannot}
-            job = Job(engine, family, checkpoint, contract, kernels, settings)
-            self.sessions[engine] = self._stack.enter_context(Session(job, directory / "jobs" / engine, sandbox=sandbox))
+        self.setup = setup or Setup(family, "tiny", checkpoint)
+        if not self.setup.fit("rollout" in only, "training" in only, gradients=False):
+            raise UserError(f"rollout and training of {family} at scale {self.setup.scale} do not fit one {self.setup.gpu} together, as tracing both "
+                            "needs; take a smaller scale, which has the same operators")
+        for engine in only:
+            base = self.setup.rollout(**({"eager": True} if self.setup.device == "cuda" else {})) if engine == "rollout" else self.setup.training()
+            job = Job(engine, family, checkpoint, contract, kernels, {**base, **((settings or {}).get(engine) or {})})
+            session = Session(job, directory / "jobs" / engine, sandbox=sandbox, **self.setup.session(kernels, [directory.resolve()]))
+            self.sessions[engine] = self._stack.enter_context(session)
 
     def __enter__(self) -> EnginePair:
         return self

@@ -52,8 +52,8 @@ def spans(trace: Trace, key: str, layer: int, lengths: Sequence[int]) -> list[li
     return calls
 
 
-def write_case(directory: Path, family: str, call: Call, found: Comparison, requests: Sequence[dict], parameters: Sequence[Mapping[str, np.ndarray]],
-               implementations: Sequence[str]) -> bool:
+def write_case(directory: Path, family: str, device: str, call: Call, found: Comparison, requests: Sequence[dict],
+               parameters: Sequence[Mapping[str, np.ndarray]], implementations: Sequence[str]) -> bool:
     """Writes case.json and inputs.safetensors. False if the traces did not dump what the call needs.
 
     parameters: per side, canonical name -> array. implementations: per side, the operator's name in the contract.
@@ -94,6 +94,6 @@ def write_case(directory: Path, family: str, call: Call, found: Comparison, requ
     directory.mkdir(parents=True, exist_ok=True)
     save(directory / "inputs.safetensors", tensors)
     (directory / "case.json").write_text(json.dumps({
-        "family": family, "operator": site.operator, "site": site.key, "output": call.output, "lengths": lengths, "shapes": shapes,
+        "family": family, "device": device, "operator": site.operator, "site": site.key, "output": call.output, "lengths": lengths, "shapes": shapes,
         "constants": call.constants, "executions": executions}), encoding="utf-8")
     return True

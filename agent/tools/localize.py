@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agent.device import Setup
 from agent.draw import Draw
 from agent.errors import StepFailed, UserError
 from agent.model_facts import ModelFacts, read_facts
@@ -77,7 +78,8 @@ def localize(request: LocalizeRequest, progress: Callable[[Any], None] = lambda 
         raise UserError(f"{request.work_dir} holds an earlier call's jobs; give a new folder")
     begun = time.monotonic()
     facts = read_facts(request.checkpoint)
-    with EnginePair(request.family, request.checkpoint, request.kernels, request.contract, request.work_dir, sandbox) as pair:
+    setup = Setup(request.family, request.scale, request.checkpoint)
+    with EnginePair(request.family, request.checkpoint, request.kernels, request.contract, request.work_dir, sandbox, setup) as pair:
         pair.wait(lambda: progress("starting both engines"))
         report = locate(pair, request.contract, facts, request.dimensions, request.seed, progress, begun)
         if request.repros:

@@ -1,20 +1,20 @@
 """Change a contract and `kernels/` in a worktree, or apply a unified diff inside allowed paths; anything else is refused before a byte is written."""
 
 import re
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from agent.checkout import PATCH, Applied, Checkout
 from agent.errors import UserError
+from agent.tools.diffs import check_kinds, check_path, check_text, explain, numstat_paths
 from agent.workspace import call_git, write_atomic
 from consistency.contract import Contract, ContractError
 from consistency.operators import catalog
 
 KERNELS = "kernels"
-MAX_BYTES = 200_000
-"""Largest file or diff accepted; generated data has no place in a patch."""
-
 
 Side = Literal["rollout", "training"]
 
@@ -39,9 +39,9 @@ class PatchRequest(BaseModel):
     files: dict[str, str] = Field(default_factory=dict)
     """`kernels/NAME.py` -> whole new text."""
     diff: str | None = None
-    """Unified diff against the worktree, in git's form (`a/`, `b/`)."""
+    """Unified diff in git's form (`a/`, `b/`): against the worktree or, in a workspace that has an engine's checkout, against that."""
     allow: list[str] = [f"{KERNELS}/*.py"]
-    """Globs that every path in `diff` must match; `*` stays within one folder, `**` does not."""
+    """Globs that every path in `diff` must match; `*` stays within one folder, `**` does not. A checkout has its own."""
 
 
 class PatchReport(BaseModel):
@@ -49,80 +49,67 @@ class PatchReport(BaseModel):
     """Paths relative to the worktree."""
     contract: dict[str, dict[str, str]] | None = None
     """The whole contract afterwards; None where there is none (`--repo`)."""
+    engine: list[str] = []
+    """Paths changed in the engine's checkout, by this patch."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A patch that may be made."""
+
+    diffed: list[str]
+    """paths of the worktree that the diff changes"""
+    contract: Contract | None
+    """afterwards, if the patch binds anything"""
+    engine: Applied | None
+    """the engine's checkout afterwards"""
 
 
 def patch_kernel(request: PatchRequest) -> PatchReport:
     """Check everything, then write. Raises UserError on a path outside the allowed ones, a bad contract or a diff that does not apply."""
-    tree = request.worktree
-    diffed, contract = check(request)
-    if request.diff is not None:
+    tree, checked = request.worktree, check(request)
+    contract = checked.contract
+    if checked.engine is not None:
+        write_atomic(tree / PATCH, checked.engine.patch.encode())
+    elif request.diff is not None:
         call_git(("apply", "--index", "--whitespace=nowarn", "-"), tree, request.diff)
     for name, text in request.files.items():
         write_atomic(tree / name, text.encode())
-    changed = [*diffed, *request.files]
+    changed = [*checked.diffed, *request.files]
     if contract is not None:
         write_atomic(tree / "contract.toml", contract.dumps().encode())
         changed.append("contract.toml")
     elif (tree / "contract.toml").exists():
         contract = Contract.load(tree / "contract.toml")
-    return PatchReport(changed=sorted(set(changed)), contract=contract.as_dict() if contract is not None else None)
+    return PatchReport(changed=sorted(set(changed)), contract=contract.as_dict() if contract is not None else None,
+                       engine=checked.engine.changed if checked.engine else [])
 
 
-def check(request: PatchRequest) -> tuple[list[str], Contract | None]:
-    """What `patch_kernel` refuses, without writing. Returns the paths that the diff changes and, with bindings, the contract afterwards."""
+def check(request: PatchRequest) -> Checked:
+    """What `patch_kernel` refuses, without writing to the worktree."""
     tree = request.worktree
     if not (request.bindings or request.files or request.diff):
         raise UserError("the patch is empty: give a contract change, a kernel file or a diff")
     for name, text in request.files.items():
         check_path(tree, name, [f"{KERNELS}/*.py"])
-        _check_text(name, text)
-    diffed = _check_diff(tree, request.diff, request.allow) if request.diff is not None else []
-    return diffed, _contract(tree, request) if request.bindings else None
-
-
-def check_path(tree: Path, name: str, allow: list[str]) -> None:
-    """Raise UserError unless `name` stays inside `tree`, passes through no symlink and matches a glob of `allow`."""
-    path = PurePosixPath(name)
-    if not name or path.is_absolute() or "\\" in name or any(ord(c) < 32 for c in name) or ".." in path.parts or str(path) != name:
-        raise UserError(f"patch refused: {name!r} is not a plain relative path")
-    if any(part.lower().rstrip(". ") == ".git" or part.lower().startswith(".gitmodules") for part in path.parts):
-        raise UserError(f"patch refused: {name} is git's own")
-    if not any(_matches(name, pattern) for pattern in allow):
-        raise UserError(f"patch refused: {name} is outside the allowed paths ({', '.join(allow) or 'none'})")
-    place = tree
-    for part in path.parts:
-        place = place / part
-        if place.is_symlink():
-            raise UserError(f"patch refused: {place.relative_to(tree)} is a symbolic link")
-    if place.is_dir():
-        raise UserError(f"patch refused: {name} is a folder")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Glob where `*` and `?` stay within one path component and a component `**` spans any number of them, or none."""
-    parts = ["(?:.*/)?" if part == "**" else re.escape(part).replace(r"\*", "[^/]*").replace(r"\?", "[^/]") + "/" for part in pattern.split("/")]
-    return re.fullmatch("".join(parts), name + "/", re.DOTALL) is not None
-
-
-def _check_text(name: str, text: str) -> None:
-    if "\0" in text:
-        raise UserError(f"patch refused: {name} is not text")
-    if len(text.encode()) > MAX_BYTES:
-        raise UserError(f"patch refused: {name} has {len(text.encode())} bytes, the limit is {MAX_BYTES}")
+        check_text(name, text)
+    diffed, engine = [], None
+    if request.diff is not None:
+        if checkout := Checkout.of(tree):
+            diffed, engine = [PATCH], checkout.apply(checkout.patch_of(tree), request.diff)
+        else:
+            diffed = _check_diff(tree, request.diff, request.allow)
+    return Checked(diffed, _contract(tree, request) if request.bindings else None, engine)
 
 
 def _check_diff(tree: Path, diff: str, allow: list[str]) -> list[str]:
     """Paths that git itself reads out of the diff, each allowed."""
-    _check_text("the diff", diff)
-    if re.search(r"^(new|old|deleted)( file)? mode (120000|160000)", diff, re.MULTILINE):
-        raise UserError("patch refused: the diff makes or removes a symbolic link or a submodule")
-    if re.search(r"^(GIT binary patch|Binary files )", diff, re.MULTILINE):
-        raise UserError("patch refused: the diff carries binary data")
+    check_kinds(diff)
     try:
         listed = call_git(("apply", "--numstat", "-z", "-"), tree, diff)
     except UserError as error:
-        raise UserError(f"patch refused: git cannot read the diff ({error})") from None
-    names = _numstat_paths(listed) + re.findall(r"^(?:rename|copy) (?:from|to) (.+)$", diff, re.MULTILINE)
+        raise UserError(f"patch refused: git cannot read the diff: {explain(str(error), diff)}") from None
+    names = numstat_paths(listed) + re.findall(r"^(?:rename|copy) (?:from|to) (.+)$", diff, re.MULTILINE)
     if not names:
         raise UserError("patch refused: the diff changes no file")
     for name in names:
@@ -130,18 +117,8 @@ def _check_diff(tree: Path, diff: str, allow: list[str]) -> list[str]:
     try:
         call_git(("apply", "--check", "--index", "-"), tree, diff)
     except UserError as error:
-        raise UserError(f"patch refused: the diff does not apply ({error})") from None
+        raise UserError(f"patch refused: the diff does not apply: {explain(str(error), diff)}") from None
     return names
-
-
-def _numstat_paths(listed: str) -> list[str]:
-    """Parse `git apply --numstat -z`: `added<TAB>deleted<TAB>path NUL`; a rename has an empty path and then both names."""
-    paths = []
-    for field in listed.split("\0"):
-        name = field.split("\t", 2)[2] if field.count("\t") >= 2 else field
-        if name:
-            paths.append(name)
-    return paths
 
 
 def _contract(tree: Path, request: PatchRequest) -> Contract:

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from agent.errors import JobFailed, UserError
 from agent.tools.divergence import Divergence
 from consistency.contract import Contract
-from sandboxes import Limits, Sandbox
-from sandboxes.local import LocalSandbox
+from sandboxes import Limits, Sandbox, choose
 
 SECONDS = 180.0
 """wall clock of one check"""
@@ -64,7 +63,8 @@ def make_repro(request: ReproRequest, progress: Callable[[Any], None] = lambda _
     if not (evidence / "repro" / "repro.json").is_file():
         progress(f"cutting down {request.divergence.site}")
         kernels = [] if request.kernels is None else [str(request.kernels.resolve())]
-        code, text = _run(["-m", "consistency.repro.build", str(evidence.resolve()), str((evidence / "repro").resolve()), *kernels], sandbox)
+        code, text = _run(["-m", "consistency.repro.build", str(evidence.resolve()), str((evidence / "repro").resolve()), *kernels], sandbox,
+                          Limits(wall_seconds=SECONDS, readable=_given(request.kernels), writable=(evidence,)))
         if code:
             raise JobFailed(f"the repro of {request.divergence.site} could not be made (exit code {code})", evidence, text)
     shutil.copytree(evidence / "repro", directory)
@@ -88,7 +88,8 @@ def check_repros(directories: Sequence[Path], contract: Contract | None = None, 
             path = Path(scratch) / "contract.toml"
             path.write_text(contract.dumps(), encoding="utf-8")
             options += ["--contract", str(path)]
-        code, text = _run(["-m", "consistency.repro", *options, *(str(d.resolve()) for d in directories)], sandbox)
+        limits = Limits(wall_seconds=SECONDS, readable=(Path(scratch), *_given(kernels), *(d.resolve() for d in directories)))
+        code, text = _run(["-m", "consistency.repro", *options, *(str(d.resolve()) for d in directories)], sandbox, limits)
         said = [json.loads(line) for line in text.splitlines() if line.startswith('{"folder"')]
         if code or len(said) != len(directories):
             raise JobFailed(f"checking {directories[min(len(said), len(directories) - 1)].name} ended with exit code {code}", directories[0],
@@ -96,11 +97,15 @@ def check_repros(directories: Sequence[Path], contract: Contract | None = None, 
     return [(entry["exit_code"], entry["line"]) for entry in said]
 
 
-def _run(arguments: Sequence[str], sandbox: Sandbox | None) -> tuple[int, str]:
+def _given(kernels: Path | None) -> tuple[Path, ...]:
+    return () if kernels is None else (kernels.resolve(),)
+
+
+def _run(arguments: Sequence[str], sandbox: Sandbox | None, limits: Limits) -> tuple[int, str]:
     """Exit code and output of a Python process in a sandbox."""
     directory = Path(tempfile.mkdtemp(prefix="repro-job-"))
     try:
-        handle = (sandbox or LocalSandbox()).start([sys.executable, *arguments], directory, {}, Limits(wall_seconds=SECONDS))
+        handle = (sandbox or choose()).start([sys.executable, *arguments], directory, {}, limits)
         try:
             while (code := handle.poll()) is None:
                 time.sleep(0.02)

@@ -18,28 +18,29 @@ from pydantic import BaseModel
 
 from agent import oracle, plan
 from agent.arrays import BadArrays, LogProbs
+from agent.device import Setup
 from agent.draw import Draw
 from agent.errors import JobFailed, StepFailed, UserError
+from agent.files import write_atomic
+from agent.kernel_source import inspect_kernels
 from agent.model_facts import read_facts
 from agent.oracle import Table
-from agent.session import Answer, Engine, Job, Session
-from agent.tools.throughput import measure_throughput
+from agent.rules import Objection
+from agent.session import Answer, Session
+from agent.tools.processes import TIMED, Roster, without_explained
+from agent.tools.throughput import Run, Timings, measure_throughput, paired, timed_alone
 from agent.tracks import Track, run_tracks
 from agent.verdict import AccuracyResult, ConditionResult, ControlResult, Difference, ThroughputResult, VerifyReport
-from agent.workspace import write_atomic
 from consistency.conditions import MATRICES, Condition, Control, Probe, Process
 from consistency.contract import Contract
 from consistency.models.catalog import FAMILIES
-from sandboxes import Sandbox
-from sandboxes.local import LocalSandbox
+from sandboxes import Sandbox, choose
 
-ENGINES: dict[Process, Engine] = {"rollout": "rollout", "second rollout": "rollout", "stock rollout": "rollout", "training": "training",
-                                  "reference": "training"}
-START_ORDER: tuple[Process, ...] = ("rollout", "training", "stock rollout", "second rollout", "reference")
-TIMED: tuple[Process, ...] = ("stock rollout", "second rollout")
 MAY_DIFFER = ("plugin", "contract", "kernels")
 """Top-level fields of the resolved configuration in which stock and candidate are meant to differ."""
-ENGINE_LIMITS = {"max_num_seqs": 64, "max_model_len": 512}
+TIMED_CONDITION = "timed runs against the loss"
+TIMED_REQUESTS = 4
+"""Requests of each timed run whose log-probabilities are compared, drawn afterwards."""
 HEARTBEAT_SECONDS = 0.5
 
 
@@ -83,7 +84,7 @@ def verify(request: VerifyRequest, progress: Callable[[VerifyProgress], None] = 
     Raises UserError for an unknown family or scale, an unusable checkpoint or a used directory, and JobFailed if an engine dies.
     Leaves no process behind, however it ends.
     """
-    return _Verification(request, progress, sandbox or LocalSandbox()).run()
+    return _Verification(request, progress, sandbox or choose()).run()
 
 
 class _Verification:
@@ -109,11 +110,23 @@ class _Verification:
             c: ConditionResult(name=c.name, dimension=c.dimension, ran=False, excused=True, reason=self.family.cannot[c.requires])
             for c in self.matrix.conditions if c.requires in self.family.cannot}
         self.plan = plan.probes(self.matrix, [c for c in self.matrix.conditions if c not in self.results])
+        for process in TIMED if self.matrix.timing else ():
+            self.plan.setdefault(process, [])
+        setup = Setup(request.family, request.scale, request.checkpoint)
+        self.roster = Roster(setup, request.contract, request.kernels, request.checkpoint, self.matrix.timing is not None)
+        self.order = self.roster.order(self.plan)
+        self.alive: set[Process] = set()
+        self.starting: set[Process] = set()
+        self.timed: dict[Process, list[Run]] = {}
+        self.configured: dict[Process, list[Any]] = {}
         self.sampled: dict[str, dict[int, list[int]]] = {}
         self.tables: dict[Probe, Table] = {}
         self.counters: dict[Probe, dict[str, Any]] = {}
         self.failed: dict[Probe, str] = {}
-        self.void: list[str] = []
+        self.void: list[Objection] = []
+        self.inexact: list[Objection] = []
+        self.extra: list[ConditionResult] = []
+        self.weights: dict[Process, str] = {}
         self.environment: dict[str, dict] = {"sandbox": asdict(sandbox.capabilities())}
         self.sessions: dict[Process, Session] = {}
         self.ratio: float | None = None
@@ -122,17 +135,15 @@ class _Verification:
 
     def run(self) -> VerifyReport:
         request, begun = self.request, time.monotonic()
-        with ExitStack() as stack:
-            tracks = [self._track(process, stack) for process in START_ORDER if process in self.plan]
-            run_tracks(tracks, max(2, len(os.sched_getaffinity(0))), self._heartbeat)
-            throughput = self._throughput()
-            for session in self.sessions.values():
-                session.end()
-        accuracy = self._accuracy()
+        self.void += inspect_kernels(request.kernels) if request.kernels else []
+        throughput = None if self.void else self._measure()
+        accuracy = None if self.void and not self.tables else self._accuracy()
         controls = [self._control(control) for control in self.matrix.controls]
         tokens, baseline = self._against_the_loss()
-        verdict = oracle.decide([self.results[c] for c in self.matrix.conditions], controls, void=self.void, accuracy=accuracy,
-                                tokens=tokens, least_tokens=self.matrix.least_tokens)
+        absent = [ConditionResult(name=c.name, dimension=c.dimension, ran=False, reason="its processes did not get that far")
+                  for c in self.matrix.conditions if c not in self.results]
+        verdict = oracle.decide([*(self.results[c] for c in self.matrix.conditions if c in self.results), *absent, *self.extra], controls,
+                                void=self.void, inexact=self.inexact, accuracy=accuracy, tokens=tokens, least_tokens=self.matrix.least_tokens)
         report = VerifyReport(
             family=request.family, scale=request.scale, level=request.level, verdict=verdict, baseline=baseline,
             throughput=throughput, target_throughput=request.target_throughput, accuracy=accuracy, controls=controls,
@@ -144,22 +155,52 @@ class _Verification:
         self._say("done", "")
         return report
 
+    def _measure(self) -> ThroughputResult | None:
+        """Runs every process. One that dies ends the verify, unless what it did is a reason to refuse the candidate."""
+        throughput = None
+        try:
+            with ExitStack() as stack:
+                tracks = [self._track(process, stack) for process in self.order]
+                run_tracks(tracks, max(2, len(os.sched_getaffinity(0))), self._heartbeat)
+                throughput = self._throughput()
+                for session in self.sessions.values():
+                    session.end()
+        except JobFailed as error:
+            found = self._findings()
+            if not found:
+                raise
+            self.void += [*found, Objection("job_ended", error.reason)]
+        else:
+            self.void += self._findings()
+        return throughput
+
+    def _findings(self) -> list[Objection]:
+        """What the jobs did besides answering, and files in the evidence that nobody of us put there."""
+        found = [finding.within(process) for process, session in self.sessions.items() for finding in session.findings()]
+        foreign = sorted(path.name for path in self.request.directory.iterdir() if path.name != "jobs")
+        return found + [Objection("harness_files_changed", f"{name} in the evidence folder is not the parent's") for name in foreign]
+
     def _track(self, process: Process, stack: ExitStack) -> Track:
         """One process, from its start to its last probe. The timed ones stay for the throughput measurement."""
+        yield partial(self._may_start, process)
         self._say("engines", process)
-        session = stack.enter_context(Session(self._job(process), self.request.directory / "jobs" / process.replace(" ", "-"),
-                                              sandbox=self.sandbox))
+        self.alive.add(process)
+        self.starting.add(process)
+        session = stack.enter_context(Session(self.roster.job(process), self.request.directory / "jobs" / process.replace(" ", "-"),
+                                              sandbox=self.sandbox, **self.roster.session(process)))
         self.sessions[process] = session
         yield partial(session.ready, session.start)
+        self.starting.remove(process)
         started = session.collect(session.start).data
         self.environment[process] = {name: started.get(name) for name in ("environment", "engine", "seconds")}
+        self.void += _not_as_asked(session, process)
         weights = "loaded"
         for probe in self.plan[process]:
             yield partial(self._can_run, probe)
             try:
                 if probe.weights != weights:
                     yield from self._move_weights(session, probe.weights)
-                    weights = probe.weights
+                    weights = self.weights[process] = probe.weights
                 answer = yield from _ask(session, self._step(probe))
             except StepFailed as error:
                 if probe.step == "generate":
@@ -168,25 +209,26 @@ class _Verification:
             else:
                 self._take(probe, answer)
             self._decide_conditions()
-        if not (self.matrix.timing and process in TIMED):
+        if self.matrix.timing and process in TIMED and self.roster.apart:
+            self.timed[process] = timed_alone(session, self.matrix.timing, self.draw, lambda: self._say("throughput", process))
+            self.configured[process] = [started.get("engine"), session.run({"kind": "step_config"}).data.get("engine")]
+        if not self.roster.stays(process):
+            yield self._may_end
             session.end()
             yield session.ended
             session.close()
+            self.alive.discard(process)
 
-    def _job(self, process: Process) -> Job:
-        """Kernels of the candidate go into the candidate's processes only."""
-        request = self.request
-        contract, kernels = request.contract, request.kernels
-        settings: dict[str, Any] = {"threads": 1}
-        if process == "stock rollout":
-            contract, kernels = Contract(), None
-        elif process == "reference":
-            contract, kernels = Contract(training=dict.fromkeys(self.family.operators, "reference")), None
-            settings["dtype"] = "float32"
-        if ENGINES[process] == "rollout":
-            settings |= {**ENGINE_LIMITS, "plugin": process != "stock rollout", "logprobs_mode": "raw_logprobs",
-                         "enable_prefix_caching": "prefix_cache" not in self.family.cannot}
-        return Job(ENGINES[process], request.family, request.checkpoint, contract, kernels, settings)
+    def _may_start(self, process: Process) -> bool:
+        """On a GPU engines start one after the other, in order and as there is room: each plans with the memory that it finds free."""
+        if self.roster.setup.device == "cpu":
+            return True
+        before = self.order[: self.order.index(process)]
+        return not self.starting and all(p in self.sessions for p in before) and self.roster.room(process, self.alive)
+
+    def _may_end(self) -> bool:
+        """Memory that is given back while another engine measures how much is free would confuse it."""
+        return self.roster.setup.device == "cpu" or not self.starting
 
     def _can_run(self, probe: Probe) -> bool:
         return probe.step == "generate" or probe.requests in self.sampled
@@ -195,7 +237,11 @@ class _Verification:
         prompts, wanted = self.prompts[probe.requests], self.matrix.sets[probe.requests]
         if probe.step == "generate":
             return plan.generate_step(probe, prompts, wanted, self.draw.sampling_seed(probe.requests))
-        return plan.scoring_step(probe, prompts, self._covered(probe), self.model)
+        step = plan.scoring_step(probe, prompts, self._covered(probe), self.model)
+        if step.get("grad") and not self.roster.setup.gradients:
+            step["grad"] = False
+            self.environment["gradients"] = {"off": "they do not fit the device beside the weights; scale slice compares both"}
+        return step
 
     def _covered(self, probe: Probe) -> dict[int, list[int]]:
         return plan.covered(probe, self.prompts[probe.requests], self.sampled[probe.requests])
@@ -216,24 +262,28 @@ class _Verification:
             covered = self._covered(probe)
             table, objections = oracle.arrange(found, dict(enumerate(covered.values())))
         except BadArrays as error:
-            table, objections = None, [str(error)]
+            table, objections = None, [Objection("incomplete_answer", str(error))]
         if table is None:
             if probe.step == "generate":
                 raise JobFailed(f"the rollout's sample cannot be used: {'; '.join(objections)}", self.sessions[probe.process].directory)
             self.failed[probe] = "; ".join(objections)
-            self.void += [f"{probe.process}, {probe.step}: {objection}" for objection in objections]
+            self.void += [objection.within(f"{probe.process}, {probe.step}") for objection in objections]
         else:
+            self.inexact += [objection.within(f"{probe.process}, {probe.step}") for objection in oracle.not_finite(table)]
             self.tables[probe] = table.renumber(list(covered))
 
     def _sampled(self, name: str, found: LogProbs) -> dict[int, list[int]]:
         """Request -> sampled tokens. Raises BadArrays unless every request has as many tokens of the vocabulary as were asked for."""
         wanted = self.matrix.sets[name]
+        return self._complete(found, wanted.count, wanted.new_tokens)
+
+    def _complete(self, found: LogProbs, count: int, new_tokens: int) -> dict[int, list[int]]:
         tokens: dict[int, list[int]] = {}
-        for request in range(wanted.count):
+        for request in range(count):
             mine = found.request == request
             tokens[request] = found.token[mine][np.argsort(found.position[mine], kind="stable")].tolist()
-            if len(tokens[request]) != wanted.new_tokens or not all(0 <= t < self.model.vocabulary for t in tokens[request]):
-                raise BadArrays(f"request {request} has {len(tokens[request])} tokens, {wanted.new_tokens} of the vocabulary were asked for")
+            if len(tokens[request]) != new_tokens or not all(0 <= t < self.model.vocabulary for t in tokens[request]):
+                raise BadArrays(f"request {request} has {len(tokens[request])} tokens, {new_tokens} of the vocabulary were asked for")
         return tokens
 
     def _decide_conditions(self) -> None:
@@ -250,7 +300,10 @@ class _Verification:
                 return result.model_copy(update={"reason": self.failed[probe]})
         covered = len(plan.selected(self.prompts[condition.right.requests], condition.right.select, condition.right.count))
         if objection := oracle.took_place(condition, self.counters[condition.right], covered):
-            self.void.append(f"'{condition.name}': {objection}")
+            self.void.append(objection.within(f"'{condition.name}'"))
+            return result.model_copy(update={"reason": objection})
+        if objection := oracle.settings_differ(condition, *(self.environment[p.process]["engine"] for p in (condition.left, condition.right))):
+            self.void.append(objection.within(f"'{condition.name}'"))
             return result.model_copy(update={"reason": objection})
         chosen = plan.selected(self.prompts[condition.left.requests], condition.only)
         left, right = (self.tables[probe].of(chosen) for probe in (condition.left, condition.right))
@@ -267,9 +320,10 @@ class _Verification:
 
     def _against_the_loss(self) -> tuple[int, Difference | None]:
         """Sampled tokens compared with the loss, and how far apart the two are; also objects to flat log-probabilities."""
-        rollout, training = self.tables[self.matrix.sampled], self.tables.get(self.matrix.loss)
-        self.void += oracle.flat(rollout, self.model.vocabulary)
-        if training is None:
+        rollout, training = self.tables.get(self.matrix.sampled), self.tables.get(self.matrix.loss)
+        if rollout is not None:
+            self.void += oracle.flat(rollout, self.model.vocabulary)
+        if rollout is None or training is None:
             return 0, None
         self.void += oracle.flat(training, self.model.vocabulary)
         return oracle.compare(rollout, training)[0], oracle.difference(rollout, training)
@@ -282,7 +336,7 @@ class _Verification:
         for name in ("reference", "stock", "candidate"):
             probe = getattr(self.matrix.accuracy, name)
             if probe not in self.tables:
-                self.void.append(f"accuracy: {self.failed.get(probe, 'its step was not reached')}")
+                self.void.append(Objection("accuracy", f"accuracy: {self.failed.get(probe, 'its step was not reached')}"))
                 return None
             tables.append(self.tables[probe])
         return oracle.accuracy(*tables)
@@ -291,12 +345,54 @@ class _Verification:
         if self.matrix.timing is None:
             return None
         stock, candidate = (self.sessions[process] for process in TIMED)
-        self.void += oracle.configuration_objections(stock.started.get("engine"), candidate.started.get("engine"), MAY_DIFFER)
         self.environment["machine"] = {"load": os.getloadavg()[0], "cores": os.cpu_count()}
-        self._say("throughput", "warm-up")
-        result, objections = measure_throughput(stock, candidate, self.matrix.timing, self.draw, self._pair)
-        self.void += objections
-        return result
+        if self.roster.apart:
+            measured = paired(self.timed[TIMED[0]], self.timed[TIMED[1]], self.matrix.timing)
+            self._pair(measured.result)
+        else:
+            self._say("throughput", "warm-up")
+            measured = measure_throughput(stock, candidate, [self.sessions["training"]], self.matrix.timing, self.draw, self._pair)
+            self.configured = {process: [s.started.get("engine"), s.run({"kind": "step_config"}).data.get("engine")]
+                               for process, s in zip(TIMED, (stock, candidate), strict=True)}
+        self.void += measured.objections
+        # Asked again when all is done: what was switched off after the start counts as much.
+        for left, right in zip(self.configured[TIMED[0]], self.configured[TIMED[1]], strict=True):
+            if self.roster.setup.device == "cuda" and left and right:
+                left, right, lines = without_explained(left, right)
+                self.environment["explained differences of the timed engines"] = {line.partition(":")[0]: line for line in lines}
+            self.void += oracle.configuration_objections(left, right, MAY_DIFFER)
+        self.extra.append(self._timed_against_the_loss(measured))
+        return measured.result
+
+    def _timed_against_the_loss(self, measured: Timings) -> ConditionResult:
+        """Some requests of every timed run, scored by training: an implementation that is exact only while it is not timed shows here."""
+        assert self.matrix.timing is not None
+        result = ConditionResult(name=TIMED_CONDITION, dimension="engine", ran=False)
+        requests: list[dict[str, Any]] = []
+        values: list[np.ndarray] = []
+        for number, (prompts, found) in enumerate(measured.answers):
+            try:
+                sampled = self._complete(found, len(prompts), self.matrix.timing.new_tokens)
+            except BadArrays as error:
+                return result.model_copy(update={"reason": str(error)})
+            for i in self.draw.some(f"timed {number}", TIMED_REQUESTS, len(prompts)):
+                mine = np.flatnonzero(found.request == i)
+                values.append(found.logprob[mine[np.argsort(found.position[mine], kind="stable")]])
+                requests.append({"prompt": prompts[i], "tokens": sampled[i]})
+        training, loss = self.sessions["training"], self.matrix.loss
+        try:
+            if self.weights.get("training", "loaded") == "updated":
+                training.run({"kind": "reload", "checkpoint": None})
+            answer = training.run({"kind": "forward", "requests": requests, "layout": loss.layout, "micro_batch": loss.micro_batch,
+                                   "mode": loss.mode, "grad": False})
+            scored, objections = oracle.arrange(LogProbs.from_arrays(answer.arrays), {i: r["tokens"] for i, r in enumerate(requests)})
+        except (StepFailed, BadArrays) as error:
+            return result.model_copy(update={"reason": str(error).splitlines()[0]})
+        if scored is None:
+            self.void += [objection.within(TIMED_CONDITION) for objection in objections]
+            return result.model_copy(update={"reason": "; ".join(objections)})
+        rollout = Table(scored.key, np.concatenate(values))
+        return result.model_copy(update={"ran": True, "tokens": len(scored.key), **oracle.difference(rollout, scored).model_dump()})
 
     def _pair(self, so_far: ThroughputResult | None) -> None:
         self.ratio = so_far.ratio if so_far else None
@@ -311,6 +407,14 @@ class _Verification:
         results = self.results.values()
         self.progress(VerifyProgress(phase, condition, len(self.results), len(self.matrix.conditions), sum(r.tokens for r in results),
                                      sum(r.mismatches for r in results), self.ratio))
+
+
+def _not_as_asked(session: Session, process: Process) -> list[Objection]:
+    """Settings that the engine reports with another value than the parent asked for."""
+    reported = session.started.get("engine") or {}
+    return [Objection("config_changed", f"{process}: {name} is {reported[name]!r}, {value!r} was asked for")
+            for name, value in session.job.settings.items()
+            if name not in MAY_DIFFER and name in reported and reported[name] != value and reported[name] is not None]
 
 
 def harness() -> str:

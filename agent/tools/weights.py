@@ -14,11 +14,17 @@ _WIDTH = {"BF16": "<u2", "F16": "<u2", "F32": "<u4"}
 
 
 def moved_checkpoint(source: Path, target: Path) -> bool:
-    """Writes `target`: the last bit of every floating-point weight is flipped. False if the checkpoint is too large for that."""
+    """Writes `target`: the last bit of every weight is flipped, or weights made by name get another seed. False if it would be too large."""
     files = sorted(source.glob("*.safetensors"))
     if sum(file.stat().st_size for file in files) > LARGEST:
         return False
     target.mkdir(parents=True)
+    seed = source / "seed.json"
+    if seed.is_file():  # weights made from their names: another seed is another checkpoint
+        shutil.copy(source / "config.json", target)
+        described = json.loads(seed.read_text(encoding="utf-8"))
+        (target / "seed.json").write_text(json.dumps(described | {"seed": described["seed"] + 1}), encoding="utf-8")
+        return True
     for other in source.glob("*.json"):
         shutil.copy(other, target)
     for file in files:

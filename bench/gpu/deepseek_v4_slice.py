@@ -3,12 +3,14 @@
     python -m bench.gpu.deepseek_v4_slice --out docs/results/deepseek-v4 --steps checkpoint eager
     python -m bench.gpu.deepseek_v4_slice --out docs/results/deepseek-v4 --steps graphs restart
     python -m bench.gpu.deepseek_v4_slice --out docs/results/deepseek-v4 --steps training
+    python -m bench.gpu.deepseek_v4_slice --out docs/results/deepseek-v4 --steps cost
 
 Every step is a process of its own, is stopped when the call's time is over, writes its results after each measurement and fails alone. The
 checkpoint (28 GB with FP8 experts, 16 GB with MXFP4) and the kernels that are compiled on first use stay on the machine for the next call.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -27,10 +29,10 @@ from collections.abc import Callable
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.gpu.measure import write_results
+from bench.gpu.measure import complete_pythonpath, write_results
 from consistency.models import deepseek_v4 as family
 
-STEPS = ("checkpoint", "eager", "graphs", "restart", "training")
+STEPS = ("checkpoint", "eager", "graphs", "restart", "training", "cost")
 NEW_TOKENS = 64
 CLASSES = {"short": [16 + 8 * i for i in range(24)], "middle": [650, 700, 750, 800], "long": [2200, 2300, 2400, 2500]}
 """Prompt lengths. From 128 tokens on a heavily compressed entry exists, from 2052 on the indexer leaves candidates out."""
@@ -38,8 +40,14 @@ ALONE = (0, 5, 10, 15, 20, 23, 24, 27, 28, 31)
 THROUGHPUT, PROMPT, DECODE = (256, 32, 8), 64, 128
 """requests at once; tokens of each prompt; tokens sampled for each"""
 CHECKPOINT_BYTES = 32 << 30
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-"""The engine in the process that measures it, and no sampler that is compiled for minutes; the caller's own variables win."""
+RESUMED = ("cost",)
+"""steps that keep the rows of earlier calls and measure what is missing"""
+CACHE_BYTES = 8 << 30
+"""key-value cache of an engine whose memory is limited"""
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+               "VLLM_DEEP_GEMM_WARMUP": "skip"}
+"""The engine in the process that measures it, no sampler that is compiled for minutes, GEMMs compiled when first called. The caller's own
+variables win."""
 JIT_PACKAGES = ("tilelang", "nvidia-cutlass-dsl", "flashinfer-python", "apache-tvm-ffi", "transformers", "accelerate")
 LOG_LINES = re.compile(r"(using|selected) .*(backend|kernel)|expert_dtype|indexer|cudagraph|kv cache size|loading took|deepgemm|warm", re.I)
 """lines of a log that say which kernels were chosen"""
@@ -85,6 +93,8 @@ class Results:
     def __init__(self, options: argparse.Namespace):
         self.options, self.rows, self.end = options, [], time.monotonic() + options.seconds
         self.path = options.out / f"{options.experts}-{options.step}.json"
+        if options.step in RESUMED and self.path.exists():
+            self.rows = [row for row in json.loads(self.path.read_text())["rows"] if "compared" in row]
 
     def add(self, measurement: str, **values) -> None:
         self.rows.append({"step": self.options.step, "experts": self.options.experts, "measurement": measurement, **values})
@@ -126,13 +136,17 @@ class Results:
 class Rollout:
     """vLLM as a user starts it, with the FP8 cache this model ships with."""
 
-    def __init__(self, folder: pathlib.Path, eager: bool):
+    def __init__(self, folder: pathlib.Path, eager: bool, memory_gib: float | None = None):
         import vllm
 
         self.vllm = vllm
+        memory: dict = {"gpu_memory_utilization": 0.6}
+        if memory_gib is not None:
+            # a cache of fixed size: what other processes allocate and free meanwhile does not count
+            memory = {"gpu_memory_utilization": round(0.7 * limit_memory(memory_gib), 3), "kv_cache_memory_bytes": CACHE_BYTES}
         # pages of 256 tokens are the only ones its kernels take
         self.llm = vllm.LLM(str(folder), skip_tokenizer_init=True, enforce_eager=eager, kv_cache_dtype="fp8", block_size=256, max_model_len=4096,
-                            max_num_seqs=256, gpu_memory_utilization=0.6, enable_prefix_caching=False, disable_log_stats=True)
+                            max_num_seqs=256, enable_prefix_caching=False, disable_log_stats=True, **memory)
 
     def generate(self, requests: list[int]) -> dict[str, torch.Tensor]:
         """Samples NEW_TOKENS tokens of each of these requests, together; the seed belongs to the request."""
@@ -184,6 +198,13 @@ def kernel_classes(model) -> dict[str, str]:
             "experts_class": getattr(getattr(experts, "experts_cls", None), "__name__", "?"), "experts_backend": str(backend)}
 
 
+def limit_memory(gib: float) -> float:
+    """Lets this process allocate no more than this; returns the share of the device."""
+    share = min(1.0, gib * 2**30 / torch.cuda.mem_get_info()[1])
+    torch.cuda.set_per_process_memory_fraction(share)
+    return share
+
+
 def memory() -> dict[str, float]:
     free, total = torch.cuda.mem_get_info()
     used = {"allocated_gib": torch.cuda.memory_allocated(), "peak_gib": torch.cuda.max_memory_allocated(), "used_gib": total - free}
@@ -194,7 +215,7 @@ def rollout_step(options: argparse.Namespace) -> None:
     """eager, graphs and restart: start, generate, and compare with other schedules, other runs and other processes."""
     results, everything = Results(options), list(range(len(prompts())))
     started = time.monotonic()
-    rollout = results.guarded("start", lambda: Rollout(checkpoint_folder(options), options.step == "eager"))
+    rollout = results.guarded("start", lambda: Rollout(checkpoint_folder(options), options.step == "eager", options.memory_gib))
     if rollout is None:
         return
     results.add("start", seconds=round(time.monotonic() - started, 1), **memory())
@@ -233,6 +254,33 @@ def rollout_step(options: argparse.Namespace) -> None:
             "control: one prompt token changed", score, rollout.score(everything, first["token"], wrong_prompt=True)), reserve=10)
     for count in THROUGHPUT if options.step == "graphs" else ():
         results.guarded("throughput", lambda count=count: results.add("throughput", **rollout.throughput(count)), reserve=30)
+
+
+def cost_step(options: argparse.Namespace) -> None:
+    """Replaces one operator at a time and scores the same tokens by prefill: a row per substitution, and none where nothing was replaced."""
+    from bench.gpu.deepseek_v4_cost import SUBSTITUTIONS
+
+    results, everything = Results(options), list(range(len(prompts())))
+    source = next((step for step in ("eager", "graphs", "restart") if results.kept(step, "generate")), None)
+    if source is None:
+        raise SystemExit("no sampled tokens to score: run the step eager or graphs first, with the same --out")
+    token = results.kept(source, "generate")["token"]
+    done = {row["measurement"] for row in results.rows}
+    rollout = results.guarded("start", lambda: Rollout(checkpoint_folder(options), True, options.memory_gib))
+    if rollout is None:
+        return
+    stock = results.guarded("stock", lambda: rollout.score(everything, token))
+    if stock is None:
+        return
+
+    def measure(name: str, operator: str, kind: str, substitution: Callable) -> None:
+        with substitution():
+            scored = rollout.score(everything, token)
+        results.add(name, operator=operator, kind=kind, **compare(stock, scored))
+
+    for name, (operator, kind, substitution) in ({"nothing replaced": ("-", "route", contextlib.nullcontext)} | SUBSTITUTIONS).items():
+        if name not in done:
+            results.guarded(name, lambda n=name, o=operator, k=kind, s=substitution: measure(n, o, k, s), reserve=20)
 
 
 # ---- checkpoint and training ----------------------------------------------------------------------------------------
@@ -347,9 +395,11 @@ def describe(row: dict) -> str:
 def run_step(options: argparse.Namespace, step: str, seconds: float) -> None:
     """Runs a step in a process group of its own, ends it when its time is over, prints its rows and stores its log's kernel choices beside them."""
     result, log = options.out / f"{options.experts}-{step}.json", options.out / f"{options.experts}-{step}.log"
-    result.unlink(missing_ok=True)
+    if step not in RESUMED:
+        result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "bench.gpu.deepseek_v4_slice", "--step", step, "--seconds", str(seconds - 10), "--out", str(options.out),
                "--work", str(options.work), "--experts", options.experts]
+    command += [] if options.memory_gib is None else ["--memory-gib", str(options.memory_gib)]
     with log.open("w") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, env={**ENVIRONMENT, **os.environ})
         try:
@@ -374,16 +424,18 @@ def main() -> None:
     parser.add_argument("--work", type=pathlib.Path, help="folder for the checkpoint; default: the first with enough room")
     parser.add_argument("--experts", choices=family.EXPERTS, default="fp8")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="in order; a step that failed does not stop the next")
+    parser.add_argument("--memory-gib", type=float, help="limit of a process that shares the device; default: the whole device")
     parser.add_argument("--minutes", type=float, default=9.0, help="for the whole call")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=530.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: the slice has 28 GB of FP8 weights and kernels for sm_90")
+    complete_pythonpath()
     options.out.mkdir(parents=True, exist_ok=True)
     options.work = options.work or room_for_checkpoint()
     if options.step:
-        {"checkpoint": checkpoint_step, "training": training_step}.get(options.step, rollout_step)(options)
+        {"checkpoint": checkpoint_step, "training": training_step, "cost": cost_step}.get(options.step, rollout_step)(options)
         return
     end = time.monotonic() + 60 * options.minutes
     for step in options.steps:

@@ -4,9 +4,11 @@ import datetime
 import importlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import shlex
+import site
 import statistics
 import sys
 from collections.abc import Callable
@@ -15,14 +17,28 @@ import torch
 
 from consistency.operators.cuda.case import Case, Inputs
 
+FAMILIES = ("nemotron-3.5", "qwen3", "deepseek-v4")
 OPERATORS = ("linear", "rms_norm", "gated_rms_norm", "router", "relu_squared", "silu_and_mul", "causal_conv1d", "mamba2_scan", "moe_experts",
              "log_softmax", "rotary", "attention")
-MODULES = tuple("mamba2_cases" if name == "mamba2_scan" else name for name in OPERATORS)
+DEEPSEEK_V4 = ("linear", "hyper_connection", "normalisation", "compressor", "indexer", "attention", "router", "moe_experts", "log_softmax")
+MODULES = (*("mamba2_cases" if name == "mamba2_scan" else name for name in OPERATORS), *(f"deepseek_v4.{name}" for name in DEEPSEEK_V4))
 PACKAGES = ("torch", "triton", "vllm", "transformers")
 COLD_BYTES = 192 << 20
 """Inputs are copied until they exceed this: three times the L2 cache, so that weights come from memory as they do in a model."""
 GRAPH_US = 3000.0
 SAMPLES = 9
+
+
+def complete_pythonpath() -> None:
+    """Read the .pth files in the folders of PYTHONPATH, for this process and its children.
+
+    Python reads them in its own site folder only, and packages with a compiler of their own (CuTe DSL) put themselves on the path that way.
+    """
+    before = list(sys.path)
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        site.addsitedir(folder)
+    added = [path for path in sys.path if path not in before]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*added, os.environ.get("PYTHONPATH"))))
 
 
 def load_cases(family: str | None = None, operators: list[str] | None = None) -> list[Case]:
@@ -117,8 +133,8 @@ def time_calls(functions: dict[str, Callable], arguments: tuple) -> dict[str, fl
 
 
 def time_case(case: Case, rows: int) -> dict[str, float]:
-    """Microseconds of the exact call and, where the engine is installed, of the stock call."""
-    functions = {"exact": case.exact_timed or case.exact}
+    """Microseconds of the exact call and, where the engine is installed, of the stock call. Raises what stock raises if it is the only one."""
+    functions = {} if case.exact is None else {"exact": case.exact_timed or case.exact}
     stock = case.stock_timed or case.stock
     inputs = draw(case, rows)
     arguments = inputs.take(rows)
@@ -127,7 +143,8 @@ def time_case(case: Case, rows: int) -> dict[str, float]:
             stock(*(t.clone() for t in arguments))
             functions["stock"] = stock
         except (ImportError, AttributeError):
-            pass
+            if case.exact is None:
+                raise
     if case.prepare:
         case.prepare(*arguments)
     times = time_calls(functions, arguments)

@@ -6,3 +6,5 @@ MAMBA: list = []
 """observers `(operator, layer, rows, decode)` of conv1d and scan outputs"""
 LOGITS: list = []
 """observers `(log-probabilities, name)` of the head"""
+EXPERTS: list = []
+"""observers `(role, layer, rows)` of the router's weights by expert and of the sum over a token's experts, both with the routed scale in them"""

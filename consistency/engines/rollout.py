@@ -89,10 +89,11 @@ class Rollout:
             if settings["capture_sizes"]:
                 graphs["cudagraph_capture_sizes"] = settings["capture_sizes"]
             arguments["compilation_config"] = graphs
-        if (self.checkpoint / "seed.json").exists():
-            from consistency.engines import seeded_weights
+        from consistency.engines import seeded_weights
 
-            arguments["load_format"] = seeded_weights.LOAD_FORMAT
+        if seeded_weights.read(self.checkpoint) is not None:
+            seeded_weights.register_loader()
+            arguments["load_format"] = seeded_weights.FORMAT
         return arguments
 
     def resolved(self) -> dict:

@@ -31,11 +31,13 @@ def traced(rollout, recorder: Recorder):
     compute_logits = rollout.model.compute_logits
     rollout.model.compute_logits = lambda hidden, *a, **k: tracer.head(hidden, compute_logits(hidden, *a, **k))
     events.MAMBA.append(tracer.mamba)
+    events.EXPERTS.append(tracer.experts)
     events.LOGITS.append(tracer.log_softmax)
     try:
         yield
     finally:
         events.MAMBA.remove(tracer.mamba)
+        events.EXPERTS.remove(tracer.experts)
         events.LOGITS.remove(tracer.log_softmax)
         del rollout.model.compute_logits
         if not hasattr(runner, "input_batch"):
@@ -119,6 +121,11 @@ class _Tracer:
         site = Site(f"{layer:03d}.{_ROLES[operator]}", layer, operator, _ROLES[operator])
         part = slice(0, self.decode_rows) if decode else slice(self.decode_rows, None)
         self.recorder.record(site, rows, part)
+
+    def experts(self, role: str, prefix: str, rows: torch.Tensor) -> None:
+        if self.recorder.index is not None:
+            layer = int(re.search(r"layers\.(\d+)\.", prefix).group(1))
+            self.recorder.record(Site(f"{layer:03d}.{role}", layer, {"router": "router", "experts": "moe_experts"}[role], role), rows)
 
     def head(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The head sees a selection of rows; a row is recognised by the fingerprint of its final norm."""

@@ -91,7 +91,7 @@ def fill(target: torch.Tensor, entry: Entry, seed: int) -> torch.Tensor:
 
 def _small(entry: Entry, seed: int) -> torch.Tensor:
     """Vectors whose formula has transcendental functions are made on the CPU: only there do their bits not depend on the device."""
-    uniform = (noise(entry, seed, 0, entry.shape[0], "cpu").double() / 2).erf() / 2 + 0.5
+    uniform = (noise(entry, seed, 0, entry.shape[0], "cpu").double() / 2 ** 0.5).erf() / 2 + 0.5
     if entry.form == "decay":
         return (1 + 15 * uniform).log()
     step = (-6.9 + 4.6 * uniform).exp()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import checkpoint as checkpoint_layer
 
 from consistency.bindings import Bindings
 from consistency.contract import Contract
+from consistency.engines import seeded_weights
 from consistency.engines.arrays import arrays
 from consistency.layout import Layout
 from consistency.models import family as family_module
-from consistency.trace import Recorder, Site
+from consistency.trace import Recorder, Site, ignore, plain
 
 LAYOUTS = ("padded", "packed", "alone")
 
@@ -31,13 +34,16 @@ class Forward:
 
 
 class Training:
-    """A transformers causal language model. With an empty contract its own forward runs untouched."""
+    """A transformers causal language model on one device. With an empty contract its own forward runs untouched."""
 
-    def __init__(self, family: str, checkpoint: Path, contract: Contract, kernels: Path | None = None, *, threads: int = 1, dtype: str = "bfloat16"):
+    def __init__(self, family: str, checkpoint: Path, contract: Contract, kernels: Path | None = None, *, threads: int = 1, dtype: str = "bfloat16",
+                 device: str = "cpu", checkpointing: bool = False):
+        """device: `cpu` or `cuda`; checkpointing: layers are computed again in the backward pass instead of kept."""
         torch.set_num_threads(threads)
-        self.family, self.checkpoint, self.module = family, checkpoint, family_module(family)
+        self.family, self.checkpoint, self.module, self.device = family, checkpoint, family_module(family), torch.device(device)
         self.model = self._load(checkpoint, getattr(torch, dtype))
-        self.bindings = Bindings("training", kernels)
+        self.checkpoint_layers(checkpointing)
+        self.bindings = Bindings("training", kernels, self.device.type)
         self.bindings.bind(contract)
 
     def _load(self, checkpoint: Path, dtype: torch.dtype):
@@ -49,18 +55,29 @@ class Training:
         if own := getattr(self.module, "load_training", None):
             model = own(checkpoint)
             return model if dtype == torch.bfloat16 else model.to(dtype)
+        if seeded_weights.read(checkpoint):
+            return seeded_weights.build(checkpoint, dtype, self.device)
         architecture = getattr(transformers, FAMILIES[self.family].architecture)
-        return architecture.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa")
+        return architecture.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa").to(self.device)
 
-    def logits(self, ids: torch.Tensor, layout: Layout, record=None) -> torch.Tensor:
-        """ids int64 [rows] -> logits [rows, V]."""
+    def checkpoint_layers(self, on: bool) -> None:
+        """Whether layers are computed again in the backward pass, in our forward and in transformers' own."""
+        self.call = functools.partial(checkpoint_layer, use_reentrant=False, preserve_rng_state=False) if on else plain
+        if on:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+
+    def logits(self, ids: torch.Tensor, layout: Layout, record=None, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """ids int64 [rows] -> logits [rows, V], or those of some `rows`, which only our own forward can leave out."""
         if not self.bindings.active and record is None:
             if layout.width is None:
-                positions = layout.positions()[None]
+                positions = layout.positions(ids.device)[None]
                 return self.model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
             mask = self._padding(layout)
             return self.model(input_ids=ids.view(-1, layout.width), attention_mask=mask, use_cache=False).logits.flatten(0, 1)
-        return self.module.forward(self.model, ids, layout, self.bindings, record or (lambda site, rows: None), self._mask(ids, layout))
+        more = ({} if self.call is plain else {"call": self.call}) | ({} if rows is None else {"rows": rows})
+        return self.module.forward(self.model, ids, layout, self.bindings, record or ignore, self._mask(ids, layout), **more)
 
     def forward(self, requests: list[dict], how: Forward) -> tuple[dict, dict]:
         """The forward that the loss uses.
@@ -105,26 +122,32 @@ class Training:
         sequences = [torch.tensor(r["prompt"] + r["tokens"]) for r in requests]
         lengths = [len(s) for s in sequences]
         if how.layout == "padded":
-            return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).flatten(), Layout.padded(lengths)
-        return torch.cat(sequences), Layout.packed(lengths)
+            return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).flatten().to(self.device), Layout.padded(lengths)
+        return torch.cat(sequences).to(self.device), Layout.packed(lengths)
 
     def _batch(self, batch: list[tuple[int, dict]], how: Forward) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
         ids, layout = self._rows([r for _, r in batch], how)
-        logits = self.logits(ids, layout)
         index, keys = [], []
         for (i, request), (start, _) in zip(batch, layout.spans(), strict=True):
             for j, token in enumerate(request["tokens"]):
                 index.append(start + len(request["prompt"]) + j - 1)
                 keys.append((i, j, token))
-        logits = logits[torch.tensor(index)]
+        rows = torch.tensor(index, device=self.device)
+        if self.device.type == "cuda" and "linear" in self.bindings.active:  # a row of logits alone has the bits it has among the others
+            logits = self.logits(ids, layout, rows=rows)
+        else:
+            logits = self.logits(ids, layout)[rows]
         if how.temperature is not None:
             # vLLM divides fp32 logits by an fp32 temperature.
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / torch.tensor(how.temperature, dtype=torch.float32)
-        logprobs = self.bindings.function("log_softmax")(logits)
-        return logprobs.gather(-1, torch.tensor([k[2] for k in keys])[:, None])[:, 0], keys
+            temperature = torch.tensor(how.temperature, dtype=torch.float32, device=logits.device)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        function, tokens = self.bindings.function("log_softmax"), torch.tensor([k[2] for k in keys], device=logits.device)
+        if token := getattr(function, "token", None):  # no [rows, V] in fp32
+            return token(logits, tokens), keys
+        return function(logits).gather(-1, tokens[:, None])[:, 0], keys
 
     def _padding(self, layout: Layout) -> torch.Tensor:
-        return (torch.arange(layout.width) < torch.tensor(layout.lengths)[:, None]).long()
+        return (torch.arange(layout.width) < torch.tensor(layout.lengths)[:, None]).long().to(self.device)
 
     def _mask(self, ids: torch.Tensor, layout: Layout) -> torch.Tensor | None:
         """The attention mask that transformers' own forward would build; only the stock attention reads it."""
@@ -133,18 +156,22 @@ class Training:
         if "attention" in self.bindings.active:
             return None
         width = layout.width or max(layout.lengths)
-        shape = torch.empty(layout.rows // width if layout.width else len(layout.lengths), width, 1, dtype=self.model.dtype)
-        lengths = torch.tensor(layout.lengths)[:, None]
-        return create_causal_mask(config=self.model.config, inputs_embeds=shape, attention_mask=(torch.arange(width) < lengths).long(),
-                                  past_key_values=None, position_ids=torch.arange(width)[None].expand(len(shape), -1))
+        shape = torch.empty(layout.rows // width if layout.width else len(layout.lengths), width, 1, dtype=self.model.dtype, device=self.device)
+        lengths, columns = torch.tensor(layout.lengths, device=self.device)[:, None], torch.arange(width, device=self.device)
+        return create_causal_mask(config=self.model.config, inputs_embeds=shape, attention_mask=(columns < lengths).long(),
+                                  past_key_values=None, position_ids=columns[None].expand(len(shape), -1))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def reload(self, checkpoint: Path | None) -> None:
-        """Copies a checkpoint's weights into the parameters in place."""
-        fresh = self._load(checkpoint or self.checkpoint, self.model.dtype)
+        """Writes a checkpoint's weights into the parameters in place."""
+        checkpoint = checkpoint or self.checkpoint
+        if seeded_weights.read(checkpoint):
+            seeded_weights.refill(self.model, checkpoint)
+            return
+        fresh = self._load(checkpoint, self.model.dtype)
         with torch.no_grad():
-            for target, source in zip(self.model.parameters(), fresh.parameters(), strict=True):
+            for target, source in zip(self.model.state_dict().values(), fresh.state_dict().values(), strict=True):
                 target.copy_(source)
 
     def parameters(self):

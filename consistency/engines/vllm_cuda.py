@@ -204,7 +204,9 @@ def _patch_moe() -> None:
     from vllm.model_executor.models.nemotron_h import NemotronHMoE
 
     from consistency.operators.cuda.moe_experts import combine_into
+    from consistency.operators.router import rows as router_rows
 
+    current: list = ["", 1.0]
     init, forward = NemotronHMoE.__init__, NemotronHMoE.forward
     scale_output, moe_sum = MoERunner._maybe_apply_routed_scale_to_output, TritonExperts.moe_sum
 
@@ -216,9 +218,15 @@ def _patch_moe() -> None:
 
         def compute_routing(hidden_states, router_logits, indices_type, *, input_ids=None):
             operator = bindings.get("router")
+            # where the router is stock, its scale is applied to the sum over experts
+            current[:] = self.experts.layer_name, 1.0 if operator else factor
             if operator is None:
-                return compute(hidden_states, router_logits, indices_type, input_ids=input_ids)
-            return operator(hidden_states, gate.weight, gate.e_score_correction_bias, router.top_k, factor)
+                weights, ids = compute(hidden_states, router_logits, indices_type, input_ids=input_ids)
+            else:
+                weights, ids = operator(hidden_states, gate.weight, gate.e_score_correction_bias, router.top_k, factor)
+            for observer in events.EXPERTS:
+                observer("router", current[0], router_rows(weights * current[1], ids))
+            return weights, ids
 
         router._compute_routing = compute_routing
         self.experts.scale_in_router = not self.use_latent_moe
@@ -240,10 +248,13 @@ def _patch_moe() -> None:
     def ordered_sum(self, input, output, topk_ids=None, expert_map=None):
         operator = bindings.get("moe_experts")
         if operator is None or expert_map is not None:
-            return moe_sum(self, input, output, topk_ids, expert_map)
-        if isinstance(operator, str):
-            return combine_into(input, output)
-        output.copy_(operator(input))
+            moe_sum(self, input, output, topk_ids, expert_map)
+        elif isinstance(operator, str):
+            combine_into(input, output)
+        else:
+            output.copy_(operator(input))
+        for observer in events.EXPERTS:
+            observer("experts", current[0], output * current[1])
 
     NemotronHMoE.__init__, NemotronHMoE.forward = __init__, moe_forward
     MoERunner._maybe_apply_routed_scale_to_output = apply_scale

@@ -28,18 +28,20 @@ def perturb(parameters: Iterable[tuple[str, torch.Tensor]], name: str | None, ul
     return {"parameter": name, "index": index, "before": before, "after": float(flat[index])}
 
 
+EXPERTS = {"mixer.experts.up_proj": "mixer.experts.w13_weight", "mixer.experts.down_proj": "mixer.experts.w2_weight"}
+"""transformers' stacked experts [E, out, in] and their canonical names"""
 STACKED = {"qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"), "gate_up_proj.weight": ("gate_proj.weight", "up_proj.weight")}
 """the rollout's stacked weights and transformers' parts, in stacking order"""
 
 
 def rollout_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Canonical name, which is vLLM's, -> parameter."""
-    return dict(model.named_parameters())
+    """Canonical name, which is vLLM's without the runner around the experts, -> parameter."""
+    return {name.replace(".experts.routed_experts.", ".experts."): p for name, p in model.named_parameters()}
 
 
 def training_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The same names and forms for a transformers model: parts stacked, decay rates as vLLM keeps them."""
-    table = dict(model.named_parameters())
+    table = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}}
     out: dict[str, torch.Tensor] = {}
     for stacked, parts in STACKED.items():
         for name in [n for n in table if n.endswith(parts[0])]:
@@ -49,6 +51,8 @@ def training_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, parameter in table.items():
         if name.endswith("A_log"):
             out[name.removesuffix("_log")] = -torch.exp(parameter.detach().float())
+        elif stacked := next((name.removesuffix(part) + whole for part, whole in EXPERTS.items() if name.endswith(part)), None):
+            out[stacked] = parameter.detach()
         else:
             out[name.replace("model.embeddings.", "model.embed_tokens.")] = parameter.detach()
     return out
@@ -66,4 +70,5 @@ def training_fingerprints(model: torch.nn.Module) -> dict[str, int]:
 
 def _checksum(parameter: torch.Tensor) -> int:
     rows = parameter.data.reshape(parameter.shape[0], -1)
-    return int((fingerprint(rows) * (torch.arange(len(rows), dtype=torch.int64) * 2 + 1)).sum()) & ((1 << 62) - 1)
+    odd = torch.arange(len(rows), dtype=torch.int64, device=rows.device) * 2 + 1
+    return int((fingerprint(rows) * odd).sum()) & ((1 << 62) - 1)

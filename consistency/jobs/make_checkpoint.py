@@ -49,17 +49,24 @@ def build(name: str, scale: str, seed: int = 0):
 def write(name: str, scale: str, out: Path, seed: int = 0) -> None:
     """Writes the checkpoint to `out` through a temporary sibling, so a reader never sees half of one.
 
+    At true widths the folder holds a seed and no weights: both engines make them on their device, see engines/seeded_weights.py.
+
     A family whose published format is not what transformers saves (DeepSeek-V4) has a `write` of its own, with its own weights.
     """
+    from consistency.engines import seeded_weights
     from consistency.models import family
 
-    if own := getattr(family(name), "write", None):
+    module = family(name)
+    if own := getattr(module, "write", None):
         own(scale, out, seed)
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
-        build(name, scale, seed).save_pretrained(temporary)
+        if scale in getattr(module, "LAYERS", ()):
+            seeded_weights.write(name, scale, temporary, seed)
+        else:
+            build(name, scale, seed).save_pretrained(temporary)
         try:
             temporary.replace(out)
         except OSError:

@@ -45,8 +45,8 @@ def function_of(case: Case, side: int, bindings: Bindings):
     """The implementation that an execution names, freshly loaded, so that a probe does not touch the state of the running one."""
     execution = case.executions[side]
     if execution.implementation == STOCK:
-        return stock(case.operator, execution.engine)
-    return Bindings(execution.engine, bindings.kernels).load(case.operator, execution.implementation)
+        return stock(case.operator, execution.engine, bindings.device)
+    return Bindings(execution.engine, bindings.kernels, bindings.device).load(case.operator, execution.implementation)
 
 
 def probe(case: Case, side: int, function) -> dict[str, dict]:
@@ -63,7 +63,7 @@ def probe(case: Case, side: int, function) -> dict[str, dict]:
         usable = [r for r, n in enumerate(case.lengths) if n <= 64 and computed[case.offsets[r]:case.offsets[r] + n].any()]
         request = max(usable, key=lambda r: case.lengths[r], default=request)
         alone = run(case, side, function, one_by_one(case, execution, request))
-        exact = run(case, side, catalog.load(case.operator, "exact", execution.engine))
+        exact = run(case, side, catalog.load(case.operator, "exact", execution.engine, case.device))
     except CannotRun as error:
         return {name: {"equal": None, "detail": str(error)} for name in ("as traced", "same input twice", "row alone")}
     mine = torch.zeros_like(computed)

@@ -16,9 +16,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from consistency import guard
 from consistency.contract import ContractError
 
 POLL_SECONDS = 0.01
+NOTES = "refused.jsonl"
+"""What `consistency.guard` noted, in the folder of the answers."""
 
 Answer = tuple[dict[str, torch.Tensor], dict]
 """(raw arrays, what else the answer says)"""
@@ -33,17 +36,23 @@ def serve(directory: Path, start: Callable[[dict], tuple[Callable[[dict], Answer
     out = directory / "out"
     out.mkdir(exist_ok=True)
     began = time.perf_counter()
+    if job.get("kernels"):
+        guard.arm(Path(job["kernels"]), out / NOTES)
     try:
         handle, resolved = start(job)
     except Exception as error:
         _write_json(out / "start.json", {"ok": False, **_failure(error)})
         return 1
     _write_json(out / "start.json", {"ok": True, "seconds": time.perf_counter() - began, "environment": environment(), "engine": resolved})
+    guard.started()
     number = 0
+    owner = os.getppid()
     while True:
-        step = _next_step(directory / "steps" / f"{number:04d}.json", job.get("parent"))
+        step = _next_step(directory / "steps" / f"{number:04d}.json", owner)
         if step is None:
             return 3
+        if number == 1 or step["kind"] == "end":
+            guard.check()
         if step["kind"] == "end":
             return 0
         began = time.perf_counter()
@@ -80,22 +89,13 @@ def _processor() -> str:
     return platform.processor()
 
 
-def _next_step(path: Path, parent: int | None) -> dict | None:
+def _next_step(path: Path, owner: int) -> dict | None:
+    """None once the process that started this one is gone; a number from outside would mean nothing in a process namespace."""
     while not path.exists():
-        if parent is not None and not _alive(parent):
+        if os.getppid() != owner:
             return None
         time.sleep(POLL_SECONDS)
     return json.loads(path.read_text())
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _failure(error: Exception) -> dict:

@@ -17,7 +17,22 @@ def start(job: dict):
 
     rollout = Rollout(job["family"], Path(job["checkpoint"]), Contract.from_dict(job["contract"]),
                       Path(job["kernels"]) if job.get("kernels") else None, job.get("engine"))
-    return lambda step: _HANDLERS[step["kind"]](rollout, step), rollout.resolved()
+    return lambda step: _HANDLERS[step["kind"]](rollout, step), configuration(rollout)
+
+
+def configuration(rollout) -> dict:
+    """The resolved configuration, with what the scheduler and the cache really work by: an echo of what was asked for would show no change.
+
+    Sizes that follow from free memory are left out.
+    """
+    config = rollout.llm.llm_engine.vllm_config
+    live = {"max_num_seqs": rollout.scheduler.max_num_running_reqs, "max_num_scheduled_tokens": rollout.scheduler.max_num_scheduled_tokens,
+            "max_model_len": config.model_config.max_model_len, "enforce_eager": config.model_config.enforce_eager,
+            "logprobs_mode": str(rollout.runner.sampler.logprobs_mode)}
+    for name in ("scheduler_config", "cache_config"):
+        live[name] = {key: value for key, value in sorted(vars(getattr(config, name)).items())
+                      if isinstance(value, bool | int | float | str | None) and not any(part in key for part in ("gpu_blocks", "memory", "bytes"))}
+    return {**rollout.resolved(), "live": live}
 
 
 def _schedule(step: dict):
@@ -40,10 +55,6 @@ def _replay(rollout, step):
 
 def _score(rollout, step):
     return rollout.score(step["requests"], _schedule(step))
-
-
-def _throughput(rollout, step):
-    return {}, rollout.throughput([r["prompt"] for r in step["requests"]], step["max_tokens"])
 
 
 def _bind(rollout, step):
@@ -85,7 +96,7 @@ def _trace(rollout, step):
 
 
 def _step_config(rollout, step):
-    return {}, {"engine": rollout.resolved()}
+    return {}, {"engine": configuration(rollout)}
 
 
 def _operator(rollout, step):
@@ -94,8 +105,16 @@ def _operator(rollout, step):
     return handle(rollout, step)
 
 
-_HANDLERS = {"generate": _generate, "replay": _replay, "score": _score, "throughput": _throughput, "bind": _bind, "perturb": _perturb,
-             "reload": _reload, "weights": _weights, "trace": _trace, "operator": _operator, "step_config": _step_config}
+def _measure(rollout, step):
+    """For benchmarks: `what` is measure, profile or memory; the other fields are the function's arguments."""
+    from consistency.engines import measuring
+
+    function = {"measure": measuring.measure, "profile": measuring.profile, "memory": measuring.memory}[step["what"]]
+    return {}, {step["what"]: function(rollout, **{name: value for name, value in step.items() if name not in ("kind", "what")})}
+
+
+_HANDLERS = {"generate": _generate, "replay": _replay, "score": _score, "bind": _bind, "perturb": _perturb,
+             "reload": _reload, "weights": _weights, "trace": _trace, "operator": _operator, "step_config": _step_config, "measure": _measure}
 
 
 def main() -> int:

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from consistency.models import deepseek_v4_weights as weights
+from consistency.models.catalog import EMBEDDING_LAYER, HEAD_LAYER
+from consistency.models.vllm_sites import ModuleSite, first, flat, normed
+from consistency.trace import Site
 
 FLASH = {
     "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "torch_dtype": "bfloat16", "vocab_size": 129280, "hidden_size": 4096,
@@ -65,6 +70,31 @@ def config(scale: str):
 def write(scale: str, folder: Path, seed: int = 0, *, experts: str = "fp8", device: str = "cpu") -> None:
     """Writes the checkpoint of a scale: config.json and sharded safetensors that vLLM's and transformers' own loaders read."""
     weights.write(folder, published(scale, experts), seed, device)
+
+
+def _streams(output) -> torch.Tensor:
+    """The residual streams before a layer's feed-forward block, the second of the four tensors that vLLM's layer returns."""
+    return output[1].flatten(1)
+
+
+def vllm_sites(model) -> list[ModuleSite]:
+    """Every operator output of vLLM's DeepseekV4ForCausalLM that a module hook can see.
+
+    Attention, compressors, the indexer's selection and the norms are functions without a module; their first visible consumer names them.
+    """
+    sites = [ModuleSite("model.embed_tokens", Site("embedding", EMBEDDING_LAYER, "embedding", "embedding"), first)]
+    for i, layer in enumerate(model.model.layers):
+        def at(path, operator, role, take=first, i=i):
+            return ModuleSite(f"model.layers.{i}{path}", Site(f"{i:03d}.{role}", i, operator, role), take)
+        sites += [at(".attn.fused_wqa_wkv", "linear", "qkv_proj"), at(".attn.wq_b", "linear", "q_proj", flat)]
+        if layer.attn.indexer is not None:
+            sites += [at(".attn.indexer.weights_proj", "linear", "index_weights"), at(".attn.indexer.wq_b", "linear", "index_q_proj")]
+        sites += [
+            at(".attn.wo_b", "linear", "o_proj"), at("", "hyper_connection", "post_residual", _streams),
+            at(".ffn.gate", "router", "router"), at(".ffn.shared_experts.gate_up_proj", "linear", "gate_up_proj"),
+            at(".ffn.shared_experts.act_fn", "silu_and_mul", "activation"), at(".ffn.shared_experts.down_proj", "linear", "down_proj"),
+            at(".ffn.experts", "moe_experts", "experts")]
+    return [*sites, ModuleSite("model.norm", Site("final_norm", HEAD_LAYER, "rms_norm", "final_norm"), normed)]
 
 
 load_training = weights.load_transformers

@@ -1,20 +1,32 @@
-"""Qwen3: tiny scale, where each operator sits in vLLM, and the training forward written operator by operator."""
+"""Qwen3: scales, where each operator sits in vLLM, and the training forward written operator by operator."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
 from consistency.layout import Layout
+from consistency.models import seeded
 from consistency.models.catalog import EMBEDDING_LAYER, HEAD_LAYER
 from consistency.models.vllm_sites import ModuleSite, first, flat, normed, pair, residual_of
-from consistency.trace import Site
+from consistency.trace import Site, ignore, plain
+
+LAYERS = {"slice": 4, "full": 28}
+"""scales at the widths of Qwen3-1.7B"""
+seeded_entries = seeded.qwen3
 
 
 def config(scale: str):
     """The transformers configuration of a scale."""
     from transformers import Qwen3Config
 
-    assert scale == "tiny"
+    if scale in LAYERS:
+        return Qwen3Config(
+            vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=LAYERS[scale], num_attention_heads=16,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+            rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, dtype="bfloat16")
+    assert scale == "tiny", f"qwen3 has no scale '{scale}'"
     return Qwen3Config(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
@@ -41,15 +53,17 @@ def vllm_sites(model) -> list[ModuleSite]:
                     ModuleSite("model.norm", Site("final_norm", HEAD_LAYER, "rms_norm", "final_norm"), normed)]
 
 
-def forward(model, ids: torch.Tensor, layout: Layout, bindings, record, mask: torch.Tensor | None) -> torch.Tensor:
+def forward(model, ids: torch.Tensor, layout: Layout, bindings, record, mask: torch.Tensor | None, call=plain,
+            rows: torch.Tensor | None = None) -> torch.Tensor:
     """transformers' Qwen3ForCausalLM, one operator at a time.
 
     ids int64 [rows] -> logits [rows, V]. `bindings.function(operator)` gives each implementation, `record(site, rows)` sees each output,
-    mask is the attention mask transformers builds for the batch.
+    mask is the attention mask transformers builds for the batch, `call(block, x, residual)` runs one layer,
+    rows int64 are those of which logits are wanted (None: all).
     """
     core, settings = model.model, model.config
     op = bindings.function
-    positions, dim = layout.positions(), settings.head_dim
+    positions, dim = layout.positions(ids.device), settings.head_dim
     rope = {"theta": float(settings.rope_parameters["rope_theta"]), "max_positions": settings.max_position_embeddings}
 
     def norm(module, x, residual, layer, role):
@@ -63,19 +77,20 @@ def forward(model, ids: torch.Tensor, layout: Layout, bindings, record, mask: to
         record(Site(_key(layer, role), layer, operator, role), value)
         return value
 
-    x = emit("embedding", EMBEDDING_LAYER, "embedding", op("embedding")(ids, core.embed_tokens.weight))
-    residual = None
-    for i, block in enumerate(core.layers):
+    def layer(i, x, residual):
+        block = core.layers[i]
         attention, mlp = block.self_attn, block.mlp
         x, residual = norm(block.input_layernorm, x, residual, i, "input")
         q, k, v = (op("linear")(x, p.weight, p.bias) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-        emit("linear", i, "qkv_proj", torch.cat((q, k, v), dim=-1))
+        if record is not ignore:
+            emit("linear", i, "qkv_proj", torch.cat((q, k, v), dim=-1))
         q, _ = op("rms_norm")(q.view(layout.rows, -1, dim), attention.q_norm.weight, attention.q_norm.variance_epsilon)
         emit("rms_norm", i, "q_norm", q)
         k, _ = op("rms_norm")(k.view(layout.rows, -1, dim), attention.k_norm.weight, attention.k_norm.variance_epsilon)
         emit("rms_norm", i, "k_norm", k)
         q, k = op("rotary")(positions, q, k, **rope)
-        emit("rotary", i, "rotary", torch.cat((q.flatten(1), k.flatten(1)), dim=-1))
+        if record is not ignore:
+            emit("rotary", i, "rotary", torch.cat((q.flatten(1), k.flatten(1)), dim=-1))
         x = op("attention")(q, k, v.view(layout.rows, -1, dim), layout, attention.scaling, mask=mask, module=attention).flatten(1)
         emit("attention", i, "attention", x)
         x = emit("linear", i, "o_proj", op("linear")(x, attention.o_proj.weight, attention.o_proj.bias))
@@ -83,8 +98,14 @@ def forward(model, ids: torch.Tensor, layout: Layout, bindings, record, mask: to
         x = torch.cat([op("linear")(x, p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj)], dim=-1)
         emit("linear", i, "gate_up_proj", x)
         x = emit("silu_and_mul", i, "activation", op("silu_and_mul")(x))
-        x = emit("linear", i, "down_proj", op("linear")(x, mlp.down_proj.weight, mlp.down_proj.bias))
+        return emit("linear", i, "down_proj", op("linear")(x, mlp.down_proj.weight, mlp.down_proj.bias)), residual
+
+    x, residual = emit("embedding", EMBEDDING_LAYER, "embedding", op("embedding")(ids, core.embed_tokens.weight)), None
+    for i in range(len(core.layers)):
+        x, residual = call(functools.partial(layer, i), x, residual)
     x, _ = norm(core.norm, x, residual, HEAD_LAYER, "final")
+    if rows is not None:
+        x = x.index_select(0, rows)
     return emit("linear", HEAD_LAYER, "logits", op("linear")(x, model.lm_head.weight, model.lm_head.bias))
 
 

@@ -16,7 +16,7 @@ BLOCK = 128
 """tokens per page; vLLM's CPU default, and the kernel's key tile never crosses a page"""
 
 exact_rollout = "single_split"
-"""On the rollout side the binding is a property of the attention metadata, see engines/vllm_patches.py."""
+"""On the rollout side the binding is a property of the attention metadata, see engines/vllm_cpu.py."""
 stock_rollout = None
 
 
@@ -60,7 +60,7 @@ def _sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(1)
+    future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(1)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v)
 
 

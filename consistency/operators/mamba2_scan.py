@@ -59,7 +59,7 @@ def chunked(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
         decay = (dts * A).cumsum(0)
         weighted = xs * dts[..., None]
         gaps = decay[:, None] - decay[None]
-        lower = torch.ones(len(xs), len(xs), dtype=torch.bool).tril()
+        lower = torch.ones(len(xs), len(xs), dtype=torch.bool, device=x.device).tril()
         mix = torch.einsum("thn,shn->tsh", Cs, Bs) * gaps.masked_fill(~lower[..., None], -torch.inf).exp()
         y = torch.einsum("tsh,shp->thp", mix, weighted) + torch.einsum("thn,hpn->thp", Cs, state) * decay.exp()[..., None]
         out.append(y + D[:, None] * xs)

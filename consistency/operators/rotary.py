@@ -60,7 +60,7 @@ stock_rollout = exact_rollout
 
 def stock_training(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *, theta: float, max_positions: int) -> Rotated:
     """transformers' formula in the dtype of q: every product and the sum are rounded."""
-    inverse = 1.0 / (theta ** (torch.arange(0, q.shape[-1], 2, dtype=torch.float) / q.shape[-1]))
+    inverse = 1.0 / (theta ** (torch.arange(0, q.shape[-1], 2, dtype=torch.float, device=q.device) / q.shape[-1]))
     angles = positions[:, None].float() * inverse
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos().to(q.dtype)[:, None], angles.sin().to(q.dtype)[:, None]

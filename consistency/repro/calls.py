@@ -112,7 +112,7 @@ def _qwen3(config: dict, layer: int | None, role: str) -> Call | None:
 
 
 def _nemotron(config: dict, layer: int | None, role: str) -> Call | None:
-    last = {"linear_attention": "out_proj", "mamba": "out_proj", "full_attention": "o_proj", "attention": "o_proj"}
+    last = {"linear_attention": "out_proj", "mamba": "out_proj", "full_attention": "o_proj", "attention": "o_proj", "moe": "moe_sum"}
     kinds, eps = config["layers_block_type"], config["layer_norm_epsilon"]
 
     def before(n: int) -> tuple[str, str | None]:
@@ -145,6 +145,11 @@ def _nemotron(config: dict, layer: int | None, role: str) -> Call | None:
     if role == "gated_norm":
         return Call("gated_rms_norm", {"x": Argument(_at(layer, "scan")), "gate": Argument(projected, (0, inner))},
                     {"weight": f"{mixer}norm.weight"}, {"eps": eps, "groups": groups})
+    if role == "router":
+        return Call("router", {"x": Argument(_at(layer, "input_norm"))},
+                    {"gate": f"{mixer}gate.weight", "bias": f"{mixer}gate.e_score_correction_bias"},
+                    {"top_k": config["num_experts_per_tok"], "scale": float(config["routed_scaling_factor"])})
+    # Experts are not in this table: their weights are gigabytes, too much for a folder that goes into git.
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     q, k, qkv = heads * dim, kv_heads * dim, _at(layer, "qkv_proj")
     if role == "attention":
@@ -156,7 +161,8 @@ def _nemotron(config: dict, layer: int | None, role: str) -> Call | None:
               "down_proj": "relu_squared"}
     if role not in linear:
         return None
-    return _linear(_at(layer, linear[role]), f"{mixer}{role}.weight", [q, k, k] if role == "qkv_proj" else None)
+    module = f"{mixer}shared_experts." if kinds[layer] == "moe" else mixer
+    return _linear(_at(layer, linear[role]), f"{module}{role}.weight", [q, k, k] if role == "qkv_proj" else None)
 
 
 STATEFUL = ("causal_conv1d", "mamba2_scan", "attention")

@@ -50,6 +50,8 @@ class Case:
     constants: dict
     executions: list[Execution]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    device: str = "cpu"
+    """`cpu` or `cuda`: where both sides ran"""
 
     @classmethod
     def read(cls, directory: Path, name: str = "case.json") -> Case:
@@ -59,13 +61,17 @@ class Case:
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         return cls(**known, executions=executions, tensors=load_file(directory / "inputs.safetensors"))
 
+    def placed(self) -> Case:
+        """The same case with its tensors on its device."""
+        return replace(self, tensors={name: value.to(self.device) for name, value in self.tensors.items()})
+
     def described(self) -> dict:
         """Everything but the tensors, as plain data."""
         return {k: v for k, v in asdict(self).items() if k != "tensors"}
 
     def write(self, directory: Path, name: str = "case.json", more: dict | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.contiguous() for k, v in self.tensors.items()}, directory / "inputs.safetensors")
+        save_file({k: v.cpu().contiguous() for k, v in self.tensors.items()}, directory / "inputs.safetensors")
         (directory / name).write_text(json.dumps({**self.described(), **(more or {})}, indent=1) + "\n", encoding="utf-8")
 
     @property

@@ -26,8 +26,8 @@ class Functions:
         key = (case.operator, execution.engine, execution.implementation)
         if key not in self.loaded:
             named = execution.implementation != STOCK
-            self.loaded[key] = Bindings(execution.engine, self.kernels).load(case.operator, execution.implementation) if named \
-                else stock(case.operator, execution.engine)
+            self.loaded[key] = Bindings(execution.engine, self.kernels, case.device).load(case.operator, execution.implementation) if named \
+                else stock(case.operator, execution.engine, case.device)
         return self.loaded[key]
 
 

@@ -17,18 +17,18 @@ class CannotRun(ValueError):
 
 
 def run(case: Case, side: int, function, execution: Execution | None = None) -> torch.Tensor:
-    """Output rows [R, width] of one side, zero where nothing was computed.
+    """Output rows [R, width] of one side on the CPU, zero where nothing was computed; computed on the case's device.
 
     function: what the side binds, as `catalog.load` or `Bindings` give it. execution: another schedule than the traced one. Raises CannotRun.
     """
     execution = execution or case.executions[side]
     run_side = _Rollout if execution.engine == "rollout" else _Training
     with torch.no_grad():
-        return run_side(case, side, function, execution).output()
+        return run_side(case.placed(), side, function, execution).output().cpu()
 
 
-def stock(operator: str, engine: str):
-    return catalog.load(operator, STOCK, engine)
+def stock(operator: str, engine: str, device: str = "cpu"):
+    return catalog.load(operator, STOCK, engine, device)
 
 
 def one_by_one(case: Case, execution: Execution, request: int) -> Execution:
@@ -63,7 +63,7 @@ class _Side:
     def _positions(self) -> torch.Tensor:
         """Of every row in its sequence; a case that was cut to single rows keeps them as an input."""
         kept = self.case.tensors.get("input/positions")
-        return torch.cat([torch.arange(n) for n in self.case.lengths]) if kept is None else kept
+        return torch.cat([torch.arange(n, device=self.case.device) for n in self.case.lengths]) if kept is None else kept
 
 
 class _Rollout(_Side):
@@ -119,9 +119,9 @@ class _Rollout(_Side):
 
     def _stateful(self) -> Stateful:
         """The bound pair; a form that it leaves out is the engine's own."""
-        own = stock(self.case.operator, "rollout")
-        if not isinstance(self.function, Stateful):
-            raise CannotRun(f"{self.case.operator} on the rollout side must be a Stateful")
+        own = stock(self.case.operator, "rollout", self.case.device)
+        if not isinstance(self.function, Stateful) or not isinstance(own, Stateful):
+            raise CannotRun(f"{self.case.operator} on the rollout side keeps its state in the engine's cache and has no life outside it")
         return Stateful(self.function.sequence or own.sequence, self.function.decode or own.decode)
 
     def _causal_conv1d(self, step):
@@ -161,7 +161,13 @@ class _Rollout(_Side):
             y, self.states[span[0]] = function.sequence(x, dt, A, B, C, D, bias, self.states.get(span[0]) if span[1] else None)
             self._store(rows, y)
 
+    def _router(self, step):
+        rows = self.case.rows(step)
+        self._store(rows, _routed(self, self._take("x", rows)))
+
     def _attention(self, step):
+        if self.case.device != "cpu":
+            raise CannotRun("attention on the rollout side reads the engine's paged cache and has no life outside it")
         if self.function is not None and self.function != "single_split":
             raise CannotRun("an attention that replaces vLLM's backend needs the engine's cache and metadata")
         if not self.states:
@@ -250,7 +256,7 @@ class _Training(_Side):
     def _rotary(self, step):
         def call(take, layout):
             whole = "input/positions" not in self.case.tensors and not any(a for _, a, _ in step)
-            positions = layout.positions() if whole else self._positions()[self.case.rows(step)]
+            positions = layout.positions(self.case.device) if whole else self._positions()[self.case.rows(step)]
             q, k = self.function(positions, take("q"), take("k"), theta=self.constants["theta"], max_positions=self.constants["max_positions"])
             return torch.cat((q.flatten(1), k.flatten(1)), dim=-1)
 
@@ -268,10 +274,14 @@ class _Training(_Side):
         self._row_wise(step, lambda take, _: self.function(take("x"), take("gate"), self._parameter("weight"), self.constants["eps"],
                                                            self.constants["groups"]))
 
+    def _router(self, step):
+        self._row_wise(step, lambda take, _: _routed(self, take("x")))
+
     def _attention(self, step):
         layout, where = self._lay(step)
         q, k, v = (self._batch(n, step, layout, where) for n in "qkv")
-        out = self.function(q, k, v, layout, self.constants["scale"], mask=_mask(layout), module=None)
+        mask = _mask(layout)
+        out = self.function(q, k, v, layout, self.constants["scale"], mask=None if mask is None else mask.to(q.device), module=None)
         self._store(self.case.rows(step), out[where])
 
     def _causal_conv1d(self, step):
@@ -285,6 +295,15 @@ class _Training(_Side):
         y = self.function(x, dt, self._parameter("A"), B, C, self._parameter("D"), self._parameter("dt_bias"), layout,
                           chunk=self.constants["chunk"], dt_minimum=self.constants["dt_minimum"])
         self._store(self.case.rows(step), y.to(x.dtype)[where])
+
+
+def _routed(side: _Side, x: torch.Tensor) -> torch.Tensor:
+    """Rows as a trace records them: the weights, then the expert ids."""
+    from consistency.operators.router import rows
+
+    if side.function is None:
+        raise CannotRun("vLLM's own router is part of its fused layer and has no life outside it")
+    return rows(*side.function(x, side._parameter("gate"), side._parameter("bias"), side.constants["top_k"], side.constants["scale"]))
 
 
 def _mask(layout: Layout) -> torch.Tensor | None:

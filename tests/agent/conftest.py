@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from pr_world import finished  # noqa: F401
 
 from agent.config import Config
 from agent.workspace import Workspace

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from sandboxes.local import LocalSandbox
 
 VOCABULARY = 512
+ENGINE = {"graphs": True, "scheduler": {"max_num_seqs": 64}}
 
 
 class FakeSandbox(LocalSandbox):
@@ -50,10 +51,10 @@ def logprob(before, token, temperature, weight):
 def answer(step, weight):
     """(fields, arrays) of one step."""
     kind = step["kind"]
-    if kind == "throughput":
-        begun = time.monotonic()
+    if kind == "generate":
         time.sleep(0.02)
-        return {"tokens": len(step["requests"]) * step["max_tokens"], "seconds": time.monotonic() - begun}, {}
+    if kind == "step_config":
+        return {"engine": ENGINE}, {}
     if kind not in ("generate", "replay", "score", "forward"):
         return {}, {}
     rows = []
@@ -118,10 +119,11 @@ def main(engine, directory):
         out.with_suffix(".part").write_text(json.dumps(data))
         out.with_suffix(".part").rename(out.with_suffix(".json"))
 
-    engine_settings = {"graphs": True, "plugin": job["engine"].get("plugin"), "scheduler": {"max_num_seqs": 64}}
+    engine_settings = {**ENGINE, "plugin": job["engine"].get("plugin")}
     write("start", {"seconds": 0.1, "environment": {"engine": engine}, "engine": engine_settings}, {}, {"kind": "start"})
     weight, number = 0, 0
-    while os.getppid() == job["parent"]:
+    owner = os.getppid()
+    while os.getppid() == owner:
         path = directory / "steps" / f"{number:04d}.json"
         if not path.exists():
             time.sleep(0.002)

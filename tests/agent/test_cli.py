@@ -22,6 +22,7 @@ KEYS = {"model", "scale", "verdict", "baseline", "throughput", "attempts", "bran
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     monkeypatch.setattr(models, "gpu_present", lambda: False)
+    monkeypatch.setattr(models, "RECIPES", Path("none"))  # tests/agent/test_recipes.py is about them
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)

@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 from agent import oracle
 from agent.arrays import BadArrays, LogProbs, read, widen
 from agent.oracle import Timed, arrange, compare, decide, difference
+from agent.rules import Objection
 from agent.verdict import ConditionResult, ControlResult
 from consistency.conditions import Condition, Probe
 
@@ -166,7 +167,7 @@ PROBE = Probe("rollout", "replay")
 ])
 def test_counters_show_whether_a_condition_took_place(counter, more_than, counters, fine):
     condition = Condition("c", "phase", PROBE, PROBE, happened=counter, more_than=more_than)
-    assert (oracle.took_place(condition, counters, requests=6) == "") is fine
+    assert (oracle.took_place(condition, counters, requests=6) is None) is fine
 
 
 def test_accuracy_allows_twice_the_distance_of_stock():
@@ -264,7 +265,7 @@ def test_a_condition_that_the_family_cannot_have_is_excused_but_not_alone():
     {"controls": [ControlResult(name="absent", ran=False, reason="step failed")]},
     {"tokens": 99},
     {"tokens": 0},
-    {"void": ["score: 3 missing tokens"]},
+    {"void": [Objection("incomplete_answer", "score: 3 missing tokens")]},
 ])
 def test_void(changed):
     found = verdict(**changed)

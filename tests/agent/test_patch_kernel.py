@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from agent.errors import UserError
-from agent.tools.patch_kernel import MAX_BYTES, Binding, PatchRequest, patch_kernel
+from agent.tools.diffs import MAX_BYTES
+from agent.tools.patch_kernel import Binding, PatchRequest, patch_kernel
 from agent.workspace import call_git
 from consistency.contract import Contract
 

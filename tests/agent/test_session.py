@@ -46,10 +46,10 @@ def test_steps_are_answered_in_order(tmp_path):
 
 def test_queued_steps_and_two_sessions_at_once(tmp_path):
     with open_session(tmp_path, name="a") as rollout, open_session(tmp_path, name="b", engine="training") as training:
-        slow = {"kind": "throughput", "requests": REQUESTS, "max_tokens": 1}
+        slow = {"kind": "generate", "requests": REQUESTS, "max_tokens": 1, "seed": 1}
         tickets = [session.submit(step) for session in (rollout, training) for step in (slow, SCORE)]
         answers = [rollout.wait(t) for t in tickets[:2]] + [training.wait(t) for t in tickets[2:]]
-    assert [a.kind for a in answers] == ["throughput", "score"] * 2
+    assert [a.kind for a in answers] == ["generate", "score"] * 2
     np.testing.assert_array_equal(answers[1].arrays["logprob"], answers[3].arrays["logprob"])
 
 
@@ -84,7 +84,7 @@ def test_a_hang_is_ended(tmp_path):
 
 
 def test_a_step_does_not_pay_for_the_one_before_it(tmp_path):
-    slow = {"kind": "throughput", "requests": REQUESTS, "max_tokens": 1}
+    slow = {"kind": "generate", "requests": REQUESTS, "max_tokens": 1, "seed": 1}
     with open_session(tmp_path) as session:
         session.wait(session.start)
         tickets = [session.submit(slow, timeout=0.5) for _ in range(40)]  # 40 x 20 ms queue up behind one another

@@ -262,12 +262,15 @@ def load_one(folder: str, experts: str) -> dict:
         return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
     parameters, tensors = dict(model.named_parameters()), stored(Path(folder))
+    sites = family.vllm_sites(model)
+    modules = {site.path: model.get_submodule(site.path) for site in sites}
     hashed, routed = model.model.layers[1], model.model.layers[2]
     experts_of = routed.ffn.experts.routed_experts
     scale = getattr(experts_of, "w13_weight_scale_inv" if experts == "fp8" else "w13_weight_scale")
     value = torch.randn(256, 384, generator=torch.Generator().manual_seed(6))
     theirs, ours = per_block_cast_to_fp8(value, use_ue8m0=True), weights.quantise_fp8(value, torch.float32)
     return {
+        "sites": [(site.path, site.site.key, site.site.operator, type(modules[site.path]).__name__) for site in sites],
         "missing": sorted(set(parameters) - loaded), "unknown": sorted(loaded - set(parameters)),
         "rotary": {"main": model.model.layers[0].attn.rotary_emb.cos_sin_cache[:1024].tolist(),
                    "compress": hashed.attn.rotary_emb.cos_sin_cache[:1024].tolist()},
@@ -284,6 +287,17 @@ def load_one(folder: str, experts: str) -> dict:
         "quantised as vLLM does": same(theirs[0], ours[0]) and same(theirs[1], ours[1])}
 
 
+def assert_sites(sites):
+    """Every path is a module of vLLM's own model (get_submodule raised nothing), in execution order, under a key of its own."""
+    from consistency.models.catalog import HELD_BACK, SITE_RANK
+
+    assert len({key for _, key, _, _ in sites}) == len(sites) and {operator for _, _, operator, _ in sites} <= set(HELD_BACK["deepseek-v4"].operators)
+    assert all(key.split(".")[-1] in SITE_RANK for _, key, _, _ in sites)
+    kinds = {path.split("layers.1.")[-1]: kind for path, _, _, kind in sites}
+    assert kinds["ffn.gate"] == "GateLinear" and kinds["ffn.shared_experts.act_fn"] == "SiluAndMulWithClamp"
+    assert sum("indexer" in path for path, _, _, _ in sites) == 4, "two of the four layers have an indexer"
+
+
 @pytest.mark.engine
 def test_vllm_own_loader_takes_every_tensor(checkpoints):
     pytest.importorskip("vllm")
@@ -291,6 +305,7 @@ def test_vllm_own_loader_takes_every_tensor(checkpoints):
         reports = pool.apply(load_in_vllm, ({experts: str(folder) for experts, folder in checkpoints.items()},))
     rotary = {experts: report.pop("rotary") for experts, report in reports.items()}
     for report in reports.values():
+        assert_sites(report.pop("sites"))
         assert report.pop("missing") == [] and report.pop("unknown") == []
         assert report == dict.fromkeys(report, True)
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding

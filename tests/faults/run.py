@@ -66,7 +66,7 @@ def run(faults: tuple[Fault, ...] = FAULTS, say: Callable[[str], None] = lambda 
     with tempfile.TemporaryDirectory(prefix="faults-") as scratch:
         for family in dict.fromkeys(fault.family for fault in faults):
             checkpoint = seeded(family, "tiny")
-            with EnginePair(family, checkpoint, KERNELS, exact_contract(family), Path(scratch) / family) as pair:
+            with EnginePair(family, checkpoint, KERNELS, exact_contract(family), Path(scratch) / family, shares=[Path(scratch)]) as pair:
                 pair.wait()
                 clean = locate(pair, exact_contract(family), read_facts(checkpoint))
                 if clean.divergences:

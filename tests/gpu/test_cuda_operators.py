@@ -13,7 +13,8 @@ from bench.survey import bit_classes, sweep  # noqa: E402
 from consistency.operators.cuda.case import relative_error  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-CASES = load_cases()
+CASES = [case for case in load_cases() if "deepseek-v4" not in case.families]
+"""DeepSeek-V4 is surveyed, not under contract."""
 every_case = pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 SWEEP_ROWS = 513
 """Crosses every border of the sweep but the last, at half the memory."""

@@ -11,7 +11,8 @@ AT_ONCE = {"retry-after-ms": "1"}
 
 
 class FakeServer:
-    """Answers from a script: a body, `(status, body)`, or `(status, body, seconds)` to let the client wait. Remembers what it was sent."""
+    """Answers from a script: a body, `(status, body)`, `(status, body, seconds)` to let the client wait, or a function of the request that makes
+    one of these. Remembers what it was sent."""
 
     def __init__(self, *script: Any):
         self.script, self.seen = list(script), []
@@ -29,6 +30,7 @@ class FakeServer:
                 body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
                 fake.seen.append({"path": self.path, "headers": {k.lower(): v for k, v in self.headers.items()}, "body": body})
                 item = fake.script.pop(0) if fake.script else (500, {"error": {"type": "x", "message": "the script is empty"}})
+                item = item(body) if callable(item) else item
                 status, answer, wait = (*item, 0)[:3] if isinstance(item, tuple) else (200, item, 0)
                 time.sleep(wait)
                 raw = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()

@@ -1,6 +1,11 @@
 """The same through the command line."""
 
 import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from fake_server import FakeServer, Responses
@@ -12,13 +17,16 @@ from typer.testing import CliRunner
 from agent import models
 from agent.cli import app
 from agent.fakes import FakeTools
+from agent.state import load_current
+from agent.workspace import Workspace
 
 POLICY = ("--policy", "openai:m", "--price", "1,2")
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
+def no_gpu_no_recipe(monkeypatch):
     monkeypatch.setattr(models, "gpu_present", lambda: False)
+    monkeypatch.setattr(models, "RECIPES", Path("none"))
 
 
 @pytest.fixture
@@ -61,3 +69,49 @@ def test_what_is_wrong_is_one_line(tmp_path, server, more, said):
     result = agent("run", "--model", "qwen3", "--workspace", tmp_path / "ws", *more)
     assert result.exit_code == 2 and said in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.output
     assert not server.seen
+
+
+ASKED = """
+import sys
+from pathlib import Path
+from agent import models
+from agent.cli import app
+from agent.fakes import FakeTools
+models.gpu_present, models.RECIPES = lambda: False, Path("none")
+app(["run", "--workspace", sys.argv[1], *sys.argv[2:]], obj=FakeTools({"engine": ["linear"]}))
+"""
+
+
+def at_a_terminal(answer: str, *arguments: object) -> str:
+    """What a person sees who types `answer`, if asked."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "ANTHROPIC_API_KEY": KEY, "COLUMNS": "200", "TERM": "dumb"}
+    with subprocess.Popen([sys.executable, "-c", ASKED, *map(str, arguments)], stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env=environment) as process:
+        os.close(theirs)
+        os.write(ours, f"{answer}\n".encode())
+        shown = process.communicate(timeout=60)[0]
+    os.close(ours)
+    assert process.returncode in (0, 1), shown
+    return shown
+
+
+def test_a_person_with_a_key_is_asked_once_per_workspace(tmp_path):
+    ws = tmp_path / "ws"
+    first = at_a_terminal("playbook", ws, "--model", "qwen3")
+    assert "ANTHROPIC_API_KEY set. Who picks the steps" in first and "0  hybrid:anthropic:" in first
+    assert "Who picks" not in at_a_terminal("", ws), "the answer is remembered"
+    assert load_current(Workspace.open(ws)).policy == "playbook"
+
+
+def test_a_workspace_made_where_nobody_could_answer_asks_later(tmp_path, monkeypatch):
+    ws = tmp_path / "ws"
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    made = agent("run", "--model", "qwen3", "--workspace", ws, tools=FakeTools({"engine": ["linear"]}))
+    assert made.exit_code == 0 and "nobody to ask: the playbook picks the steps; choose with --policy" in made.output, made.output
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert "Who picks the steps" in at_a_terminal("", ws)
+    assert load_current(Workspace.open(ws)).policy.startswith("hybrid:anthropic:"), "Enter takes the hybrid"
+    (ws / "consistency.toml").write_text('policy = "playbook"\n' + (ws / "consistency.toml").read_text())
+    Workspace.open(ws).commit(ws, "choose")
+    assert "Who picks" not in at_a_terminal("", ws) and load_current(Workspace.open(ws)).policy == "playbook", "consistency.toml comes first"

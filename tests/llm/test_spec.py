@@ -9,7 +9,7 @@ from rich.console import Console
 
 from agent.config import Config
 from agent.errors import UserError
-from agent.llm.options import LlmOptions, ask_policy
+from agent.llm.options import LlmOptions, choose_policy
 from agent.llm.prices import known_models
 from agent.llm.settings import Limits, LlmSettings
 from agent.llm.spec import check_policy, make_model, parse_spec, policy_from_spec
@@ -115,13 +115,25 @@ def test_the_command_line_goes_over_the_workspace():
     assert (limits.usd, limits.tokens, limits.steps, limits.minutes) == (3, 7, 5, 9)
 
 
-def test_the_question_is_asked_only_where_it_can_be_answered():
-    def ask(answer: str, environment=KEYS):
+def test_the_question_and_its_default():
+    def ask(answer: str, environment=KEYS, quiet=False, settings=LlmSettings()):
         shown = io.StringIO()
-        return ask_policy(LlmSettings(), Console(file=shown), environment, lambda prompt: answer), shown.getvalue()
+        return *choose_policy(settings, Console(file=shown, width=300), quiet, environment, lambda prompt: answer), shown.getvalue()
 
-    assert ask("", {}) == (None, "") and ask_policy(LlmSettings(), Console(file=io.StringIO()), KEYS) is None
-    assert ask("")[0] == "playbook" and ask("1")[0] == f"hybrid:{known_models()[0]}"
-    assert "openai" not in ask("", {"ANTHROPIC_API_KEY": "k" * 20})[1]
+    assert ask("", {}) == ("playbook", False, ""), "without a key there is nothing to choose"
+    policy, asked, shown = ask("")
+    assert (policy, asked) == (f"hybrid:{known_models()[0]}", True) and "at most 10 USD a run" in shown
+    assert ask(str(len(known_models())))[:2] == ("playbook", True) and ask("playbook")[:2] == ("playbook", True)
+    assert "openai" not in ask("", {"ANTHROPIC_API_KEY": "k" * 20})[2]
+    last = known_models()[-1]
+    assert ask("", settings=LlmSettings(model=last))[0] == f"hybrid:{last}", "the workspace's own model comes first"
     with pytest.raises(UserError, match="unknown policy '99'"):
         ask("99")
+
+
+def test_where_nobody_can_answer_the_playbook_leads_and_one_line_says_how_to_choose():
+    for quiet in (True, False):  # --json, and a standard input that is no terminal
+        shown = io.StringIO()
+        assert choose_policy(LlmSettings(), Console(file=shown, width=80), quiet, KEYS) == ("playbook", False)
+        (line,) = shown.getvalue().splitlines()
+        assert "ANTHROPIC_API_KEY and OPENAI_API_KEY set" in line and f"--policy hybrid:{known_models()[0]}" in line

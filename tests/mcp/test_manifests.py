@@ -14,13 +14,17 @@ PLUGINS = ("plugin.json", ".claude-plugin/plugin.json", ".codex-plugin/plugin.js
 SERVER = {"consistency": {"type": "stdio", "command": "agent", "args": ["serve"]}}
 
 
+CODEX_MARKET = ".agents/plugins/marketplace.json"
+
+
 def load(name: str) -> dict:
     return json.loads((ROOT / name).read_text(encoding="utf-8"))
 
 
 def test_one_name_and_one_version_everywhere():
-    registry, market = load("server.json"), load(".claude-plugin/marketplace.json")
-    names = [load(file)["name"] for file in PLUGINS] + [market["name"], market["plugins"][0]["name"], registry["packages"][0]["identifier"],
+    registry, market, codex = load("server.json"), load(".claude-plugin/marketplace.json"), load(CODEX_MARKET)
+    names = [load(file)["name"] for file in PLUGINS] + [codex["name"], codex["plugins"][0]["name"],
+                                                        market["name"], market["plugins"][0]["name"], registry["packages"][0]["identifier"],
                                                         registry["name"].rpartition("/")[2], NAME, PACKAGE]
     versions = [load(file)["version"] for file in PLUGINS] + [market["plugins"][0]["version"], registry["version"],
                                                               registry["packages"][0]["version"], __version__]
@@ -61,3 +65,18 @@ def test_paths_in_manifests_exist_or_are_where_skills_go():
     codex = load(".codex-plugin/plugin.json")
     assert (ROOT / codex["mcpServers"]).is_file() and codex["skills"] == "./skills/"
     assert (ROOT / load(".claude-plugin/marketplace.json")["plugins"][0]["source"]).resolve() == ROOT
+    (entry,) = load(CODEX_MARKET)["plugins"]
+    assert entry["source"]["source"] == "local" and (ROOT / entry["source"]["path"]).resolve() == ROOT, "Codex leaves out an entry it cannot read"
+    assert entry["policy"] == {"installation": "AVAILABLE", "authentication": "ON_INSTALL"} and entry["category"]
+
+
+def test_the_readme_sets_both_hosts_up_in_three_lines():
+    """The marketplace's and the plugin's names in the commands are those of the manifests."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = [part.strip().splitlines() for part in readme.split("## Set up Claude Code or Codex")[1].split("\n## ")[0].split("\n\n")
+              if part.startswith("    ")]
+    claude, codex = ([line.split("  #")[0].strip() for line in block] for block in blocks)
+    plugin = f"{PROJECT['name']}@{load('.claude-plugin/marketplace.json')['name']}"
+    assert claude[1:] == ["claude plugin marketplace add ./", f"claude plugin install {plugin}"] and len(claude) == len(codex) == 3
+    assert codex[1:] == ["codex plugin marketplace add ./", f"codex plugin add {PROJECT['name']}@{load(CODEX_MARKET)['name']}"]
+    assert claude[0] == codex[0] and claude[0].startswith(f"pip install '{PROJECT['name']}[")

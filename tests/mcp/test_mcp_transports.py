@@ -15,7 +15,7 @@ import httpx2
 import pytest
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
-from mcp_helpers import TOKEN, ended, start_http, stdio_command, until
+from mcp_helpers import TOKEN, ended, patience, start_http, stdio_command, until
 
 from agent.errors import UserError
 from agent.mcp import auth
@@ -235,21 +235,20 @@ async def test_fifty_clients_at_once(http):
 
 
 async def test_start_to_tool_list_and_idle_memory(tmp_path):
-    """As a host sees it. On a machine that is busy or slow, the limit is what the MCP SDK alone takes to be imported, and half of that again."""
+    """As a host sees it from its second start on. A busy machine gets as much longer as it has more work than cores."""
     command = [sys.executable, "-m", "agent.server", "--state", str(tmp_path / "state")]
-    times, bare = [], []
-    for _ in range(2):
+    times = []
+    for _ in range(3):
         begun = time.perf_counter()
         with Wire(command) as wire:
             wire.send(request(1, "tools/list", _meta=META))
             assert len(wire.receive()["result"]["tools"]) == 8
             times.append(time.perf_counter() - begun)
+            wire.send(request(2, "tools/call", name="models", arguments={}, _meta=META))
+            assert wire.receive()["result"]["structuredContent"]["families"]
             resident = int(Path(f"/proc/{wire.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-        begun = time.perf_counter()
-        subprocess.run([sys.executable, "-c", "import mcp.server.mcpserver"], check=True)
-        bare.append(time.perf_counter() - begun)
-    print(f"\nstart to tool list: {min(times):.2f} s, the SDK alone {min(bare):.2f} s; idle {resident:.0f} MiB")
-    assert min(times) < max(1.0, 1.5 * max(bare)), (times, bare)
+    print(f"\nstart to tool list: {times[0]:.2f} s with nothing on record, then {min(times[1:]):.2f} s; idle {resident:.0f} MiB")
+    assert min(times[1:]) < patience(1.0), times
     assert resident < 150, resident
 
 

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from consistency.layout import Layout
 from consistency.operators.cuda.case import Case, Inputs, check_gradients, equal_elements, normal
 
 PAGE = 16
@@ -268,3 +269,17 @@ CASES = [
     _case(32, 2, ("nemotron-3.5",), 16384, (1, 4, 16), 2048),
     _case(16, 8, ("qwen3",), 16384, (1, 4, 16), 4096),
 ]
+
+
+# ---- the contract's names ----------------------------------------------------------------------------------------------
+
+exact_rollout = "single_split"
+"""On the rollout side the binding is a property of the attention backend's calls, see engines/vllm_cuda.py."""
+stock_rollout = None
+
+
+def exact_training(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float, **_) -> torch.Tensor:
+    """q [T, heads, 128], k, v [T, kv_heads, 128] -> [T, heads, 128]; padding rows are zero. Differentiable."""
+    assert scale == q.shape[-1] ** -0.5, f"the contract scales by 1/sqrt(head dimension), found {scale}"
+    q, k, v = (layout.pack(t) for t in (q, k, v))
+    return layout.unpack(attention(q, k, v, layout.cu_seqlens(q.device), max(layout.lengths)))

@@ -12,6 +12,11 @@ Tensors = tuple[torch.Tensor, ...]
 Function = Callable[..., torch.Tensor]
 
 
+def columns(*tensors: torch.Tensor) -> torch.Tensor:
+    """Several outputs as one fp32 tensor [rows, ...]. bf16, FP8 and fp32 values keep their bits."""
+    return torch.cat([t.reshape(t.shape[0], -1).float() for t in tensors], 1)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Inputs of one call. The first `m` entries of every `rows` tensor are the inputs of a batch of `m` rows."""
@@ -37,10 +42,10 @@ class Case:
     families: tuple[str, ...]
     inputs: Callable[[int, torch.Generator], Inputs]
     """Draws the inputs of a batch: the number of rows and a seeded generator."""
-    exact: Function
-    """The implementation under contract; returns a tensor whose first dimension is the row."""
-    reference: Function
-    """The same formula in fp64 on the rounded inputs."""
+    exact: Function | None
+    """The implementation under contract; returns a tensor whose first dimension is the row. None where only stock is surveyed."""
+    reference: Function | None
+    """The same formula in fp64 on the rounded inputs; None where an error says nothing, as for the order of indices."""
     stock: Function | None = None
     """What the engine calls untouched; may raise ImportError where the engine is not installed."""
     stock_timed: Function | None = None
@@ -54,6 +59,8 @@ class Case:
     """Prefill against decode: for each comparison the number of equal elements and of all elements."""
     gradients: Callable[[], dict[str, float]] | None = None
     """Relative error of each gradient against fp64; raises if two runs differ in a bit."""
+    counts: tuple[int, ...] = SWEEP
+    """Row counts of the M sweep."""
     causal: bool = False
     """Rows are the positions of one sequence: a row cannot be computed alone, only after its prefix."""
     most_rows: int = SWEEP[-1]
@@ -61,10 +68,21 @@ class Case:
     decode: tuple[int, ...] = (8, 32, 256)
     prefill: tuple[int, ...] = (2048, 8192)
 
+    def __post_init__(self):
+        if self.exact is None and self.stock is None:
+            raise ValueError(f"case '{self.name}' has neither an exact implementation nor a stock one")
+
     @property
     def name(self) -> str:
         """Operator and shape, as printed in tables."""
         return f"{self.operator} {self.shape}"
+
+    @property
+    def subject(self) -> Function:
+        """What the survey asks about: the implementation under contract, stock where there is none."""
+        function = self.exact or self.stock
+        assert function is not None
+        return function
 
 
 def with_settings(settings: dict, changed: dict, function: Function, *arguments: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from consistency.layout import Layout
 from consistency.operators.cuda.case import Case, Inputs, check_gradients, equal_elements, normal
 from consistency.operators.cuda.checks import assert_rows, assert_vector
 
@@ -297,3 +298,17 @@ def _decode_case(channels: int) -> Case:
 
 
 CASES = [_prefill_case(6144), _decode_case(6144)]
+
+
+# ---- the contract's names ----------------------------------------------------------------------------------------------
+
+exact_rollout = "exact"
+"""On the rollout side the binding is a choice of kernels in the mixer, see engines/vllm_cuda.py."""
+stock_rollout = None
+
+
+def exact_training(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """x [T, C], weight [C, 4], bias [C] -> [T, C]; padding rows are zero. Differentiable."""
+    x = layout.pack(x)
+    starts = layout.kept("starts", x.device, lambda: sequence_starts(layout.cu_seqlens(x.device), x.shape[0]))
+    return layout.unpack(causal_conv1d(x, weight, bias, starts))

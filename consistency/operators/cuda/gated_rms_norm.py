@@ -132,3 +132,21 @@ def _case(width: int, groups: int) -> Case:
 
 
 CASES = [_case(4096, 8)]
+
+
+# ---- the contract's names ----------------------------------------------------------------------------------------------
+
+
+def exact_training(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int) -> torch.Tensor:
+    """x, gate [T, D], weight [D] -> [T, D] in the dtype of gate. Differentiable."""
+    return gated_rms_norm(x, gate, weight, groups, eps)
+
+
+exact_rollout = exact_training
+
+
+def stock_rollout(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int) -> torch.Tensor:
+    """vLLM's formula for more than one group."""
+    from consistency.operators import gated_rms_norm as formula
+
+    return formula.stock_rollout(x, gate, weight, eps, groups)

@@ -297,3 +297,16 @@ CASES = [
     _case("down", 6144, 2048, ("qwen3",)),
     _case("lm_head", 2048, 151936, ("qwen3",)),
 ]
+
+
+# ---- the contract's names ----------------------------------------------------------------------------------------------
+
+
+def exact_training(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K], weight [N, K] -> [T, N] in the dtype of x. Differentiable. No model under contract has a bias."""
+    assert bias is None, "the contract's linear layer has no bias"
+    return linear(x, weight)
+
+
+exact_rollout = exact_training
+stock_rollout = torch.nn.functional.linear

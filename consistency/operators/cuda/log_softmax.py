@@ -2,7 +2,8 @@
 
 Contract: logits bf16 or fp32 of any number of rows; the vocabulary is cut at absolute multiples of 8192; each block gives its maximum and
 its sum of exp(x - maximum) in fp32; the block results are merged in one program whose layout follows from the vocabulary alone;
-log p = x[token] - (maximum + log(sum)). No [rows, vocabulary] tensor is written in the forward pass.
+log p = x[token] - (maximum + log(sum)). Equal values in bf16 and in fp32 give equal bits. No [rows, vocabulary] tensor is written in the
+forward pass.
 """
 
 import torch
@@ -24,7 +25,8 @@ def log_softmax_reference(logits: torch.Tensor, tokens: torch.Tensor) -> torch.T
 @triton.jit
 def _block_kernel(logits_ptr, maximum_ptr, sum_ptr, stride, VOCABULARY: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
+    # four neighbours to a thread in any dtype: the layout of the load is that of the sum, and decides its bits
+    columns = tl.max_contiguous(block * BLOCK + tl.arange(0, BLOCK), 4)
     x = tl.load(logits_ptr + row * stride + columns, mask=columns < VOCABULARY, other=float("-inf")).to(tl.float32)
     maximum = tl.max(x, axis=0)
     # a block whose every logit is -inf adds nothing
@@ -96,7 +98,7 @@ token_log_softmax_op.register_autograd(_backward, setup_context=_setup)
 
 
 def token_log_softmax(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """fp32 log-probability of `tokens` [rows] under `logits` [rows, vocabulary] (bf16 or fp32; one dtype on both sides)."""
+    """fp32 log-probability of `tokens` [rows] under `logits` [rows, vocabulary] (bf16 or fp32)."""
     return token_log_softmax_op(logits, tokens)[0]
 
 
@@ -117,3 +119,46 @@ def _case(vocabulary: int, families: tuple[str, ...]) -> Case:
 
 
 CASES = [_case(131072, ("nemotron-3.5",)), _case(151936, ("qwen3",))]
+
+
+# ---- the contract's names ----------------------------------------------------------------------------------------------
+
+
+def row_lse(logits: torch.Tensor) -> torch.Tensor:
+    """fp32 [T]: log-sum-exp of each row of `logits` [T, V], by the kernels of `token_log_softmax`."""
+    return token_log_softmax_op(logits, torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device))[1]
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        out = logits.float() - row_lse(logits)[:, None]
+        ctx.save_for_backward(out)
+        ctx.dtype = logits.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (out,) = ctx.saved_tensors
+        return (grad - out.exp() * grad.sum(-1, keepdim=True)).to(ctx.dtype)
+
+
+def exact_training(logits: torch.Tensor) -> torch.Tensor:
+    """logits [T, V], bf16 or fp32 -> fp32 [T, V]; the entry of a token has the bits of `token_log_softmax`. Differentiable."""
+    return _LogSoftmax.apply(logits)
+
+
+exact_training.token = token_log_softmax
+
+
+def exact_rollout(logits: torch.Tensor) -> torch.Tensor:
+    """As `exact_training`, without a gradient."""
+    return logits.float() - row_lse(logits)[:, None]
+
+
+exact_rollout.lse = row_lse
+
+
+def stock_rollout(logits: torch.Tensor) -> torch.Tensor:
+    """vLLM's sampler."""
+    return logits.log_softmax(dim=-1, dtype=torch.float32)

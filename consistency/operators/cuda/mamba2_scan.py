@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from consistency.layout import Layout
+
 CHUNK = 128
 LOG2E = tl.constexpr(1.4426950408889634)
 CHUNK_STATE = {"BLOCK_P": 64, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
@@ -320,3 +322,20 @@ def mamba2_scan(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Ten
     """Scan of packed sequences from their first token: x [tokens, heads, P], raw dt [tokens, heads], fp32 A [heads] (negative),
     B and C [tokens, groups, N], D and dt_bias [heads]. Returns y [tokens, heads, P]; differentiable in all seven."""
     return mamba2_scan_op(x, dt, A, B, C, D, dt_bias, table.starts, table.lengths, table.sequences)
+
+
+# ---- the contract's names ----------------------------------------------------------------------------------------------
+
+exact_rollout = "exact"
+"""On the rollout side the binding is a choice of kernels and of the cache in the mixer, see engines/vllm_cuda.py."""
+stock_rollout = None
+
+
+def exact_training(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor,
+                   layout: Layout, *, chunk: int = CHUNK, dt_minimum: float = 0.0) -> torch.Tensor:
+    """x [T, heads, P], raw dt [T, heads], fp32 A [heads], B, C [T, groups, N], D, dt_bias [heads] -> y [T, heads, P]; padding rows are zero.
+    Differentiable. `dt_minimum`, which transformers applies and the rollout does not, is not part of the contract."""
+    assert chunk == CHUNK, f"the contract's chunk is {CHUNK}, the model has {chunk}"
+    x, dt, B, C = (layout.pack(t) for t in (x, dt, B, C))
+    table = layout.kept("chunks", x.device, lambda: ChunkTable.build(list(layout.lengths), x.device))
+    return layout.unpack(mamba2_scan(x, dt, A, B, C, D, dt_bias, table))

@@ -74,3 +74,9 @@ def _case(width: int) -> Case:
 
 
 CASES = [_case(3712)]
+
+
+# ---- the contract's names ----------------------------------------------------------------------------------------------
+
+exact_training = exact_rollout = relu_squared
+stock_rollout = relu_squared_reference

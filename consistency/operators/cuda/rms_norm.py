@@ -174,3 +174,32 @@ CASES = [
     _case(2048, ("qwen3",), True),
     _case(128, ("qwen3",), False),
 ]
+
+
+# ---- the contract's names ----------------------------------------------------------------------------------------------
+
+
+def exact_training(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
+                   **_) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x, residual [..., width], weight [width] -> (normalised [..., width], residual sum or None). Differentiable."""
+    if residual is None:
+        return rms_norm(x, weight, eps), None
+    return add_rms_norm(x, residual, weight, eps)
+
+
+exact_rollout = exact_training
+
+
+def stock_rollout(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
+                  **_) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """vLLM's own kernels."""
+    import vllm._custom_ops as ops
+
+    x = x.contiguous()
+    if residual is None:
+        out = torch.empty_like(x)
+        ops.rms_norm(out, x, weight, eps)
+        return out, None
+    x, residual = x.clone(), residual.clone()
+    ops.fused_add_rms_norm(x, residual, weight, eps)
+    return x, residual

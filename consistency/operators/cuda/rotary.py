@@ -5,6 +5,8 @@ out1 = bf16(fma(x1, cos, -(x2 * sin))), out2 = bf16(fma(x2, cos, x1 * sin)). The
 compiler chooses it.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ import triton.language as tl
 from consistency.operators.cuda.case import Case, Inputs, check_gradients, normal
 
 
-def rotary_table(positions: int, dim: int, theta: float, device: str = "cuda") -> torch.Tensor:
+def rotary_table(positions: int, dim: int, theta: float, device: torch.device | str = "cuda") -> torch.Tensor:
     """fp32 table [positions, dim]: cosines, then sines. Angles are formed in fp64."""
     frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
@@ -112,3 +114,48 @@ def _case(heads: int, dim: int) -> Case:
 
 
 CASES = [_case(16, 128)]
+
+
+# ---- the contract's names ----------------------------------------------------------------------------------------------
+
+
+Rotated = tuple[torch.Tensor, torch.Tensor]
+
+
+@functools.lru_cache(maxsize=8)
+def _table(positions: int, dim: int, theta: float, device: torch.device) -> torch.Tensor:
+    return rotary_table(positions, dim, theta, device)
+
+
+def exact_training(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *, theta: float, max_positions: int) -> Rotated:
+    """positions int64 [T], q [T, heads, D], k [T, kv_heads, D] -> rotated q and k. Differentiable in q and k."""
+    table = _table(max_positions, q.shape[-1], theta, q.device)
+    return rotary(q, positions, table), rotary(k, positions, table)
+
+
+@torch.library.custom_op("consistency_cuda::rotary_pair", mutates_args=())
+def rotary_pair(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, theta: float, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    table = _table(max_positions, q.shape[-1], theta, q.device)
+    return _rotate(q, positions, table, 1.0), _rotate(k, positions, table, 1.0)
+
+
+@rotary_pair.register_fake
+def _(positions, q, k, theta, max_positions):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def exact_rollout(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *, theta: float, max_positions: int) -> Rotated:
+    """As `exact_training`, one opaque operator: a compiler that traced the table's formula would compute another table."""
+    return rotary_pair(positions, q, k, theta, max_positions)
+
+
+def stock_rollout(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *, theta: float, max_positions: int) -> Rotated:
+    """vLLM's kernel with its table, which is rounded to the dtype of q."""
+    import vllm._custom_ops as ops
+
+    from consistency.operators.rotary import cos_sin_cache
+
+    q, k = q.clone(memory_format=torch.contiguous_format), k.clone(memory_format=torch.contiguous_format)
+    table = cos_sin_cache(q.shape[-1], theta, max_positions, q.dtype).to(q.device)
+    ops.rotary_embedding(positions, q.flatten(1), k.flatten(1), q.shape[-1], table, True)
+    return q, k

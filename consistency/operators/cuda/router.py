@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from consistency.operators.cuda.case import Case, Inputs, check_gradients, normal
+from consistency.operators.cuda.case import SWEEP, Case, Inputs, check_gradients, normal
 from consistency.operators.cuda.checks import assert_rows, assert_vector
 
 SEGMENT = 384
@@ -197,7 +197,7 @@ def _case(hidden: int, experts: int, top_k: int, scale: float) -> Case:
                 lambda *a: _stock_route(*a)[0], lambda x, gate, bias: router(x, gate, bias, top_k, scale)[0],
                 configurations={"one program walks K": lambda *a: dense(*_route(*a, top_k, scale, False), experts),
                                 "one program for each segment": lambda *a: dense(*_route(*a, top_k, scale, True), experts)},
-                gradients=gradients)
+                gradients=gradients, counts=(*SWEEP, 2048, 4096), most_rows=4096)
 
 
 CASES = [_case(2688, 128, 6, 2.5)]
