@@ -19,7 +19,7 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	@touch $@
 
 demo: $(STAMP)
-	$(VENV)/bin/agent run --model nemotron-3.5
+	$(VENV)/bin/agent run --model nemotron-3.5 --from-scratch
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check agent consistency sandboxes bench tests

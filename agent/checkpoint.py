@@ -57,6 +57,11 @@ def check(folder: Path, family: Family) -> Path:
     found = settings.get("architectures") if isinstance(settings, dict) else None
     if found != [family.architecture]:
         raise UserError(f"{folder} holds {found or 'no architecture'}, but --model {family.name} needs {family.architecture}")
+    if (folder / "adapter_config.json").exists():
+        raise UserError(f"{folder} holds a LoRA adapter, whose products no exact operator computes; merge it into the weights and save those")
+    if quantised := settings.get("quantization_config"):
+        raise UserError(f"{folder} holds quantised weights ({quantised.get('quant_method', 'unknown method')}); the exact operators and training "
+                        "take bf16: save the checkpoint in bf16")
     files = _files(folder)
     if not files:
         raise UserError(f"{folder} holds no .safetensors file; save the checkpoint in that format")

@@ -35,6 +35,7 @@ MaxGpuSeconds = Annotated[float | None, typer.Option("--max-gpu-seconds", min=0.
 Price = Annotated[str | None, typer.Option("--price", help="INPUT,OUTPUT[,CACHE_READ[,CACHE_WRITE]] in USD per million tokens.")]
 Approve = Annotated[bool, typer.Option("--approve", help="Ask before each patch.")]
 PolicyName = Annotated[str | None, typer.Option("--policy", help="playbook, anthropic:MODEL, openai:MODEL, chat:MODEL@URL, hybrid or hybrid:POLICY.")]
+SandboxName = Annotated[str | None, typer.Option("--sandbox", help="auto, bubblewrap or local; default: the workspace's, else auto.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; everything else goes to stderr.")]
 
 
@@ -77,9 +78,12 @@ def run(context: typer.Context, model: Model = None, scale: ScaleName = None, wo
         from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Leave out the recipe that would be tried first.")] = False,
         repo: Annotated[Path | None, typer.Option(help="Git checkout of an engine that patches may change, in a new workspace.")] = None,
         allow: Annotated[list[str] | None, typer.Option(help="Glob of paths that may be changed in it, as 'vllm/**'; may be repeated.")] = None,
-        as_json: AsJson = False) -> None:
+        sandbox: SandboxName = None, as_json: AsJson = False) -> None:
     """Take a model's mismatch to exactly 0 and write the pull request. A recipe shipped for the model is measured first."""
     from agent.commands import LlmOptions, start
+    from agent.isolation import prefer
+
+    prefer(sandbox)
 
     llm = LlmOptions(price, approve, max_steps, max_usd, max_tokens, max_gpu_seconds)
     engine = (repo, allow or []) if repo or allow else None
@@ -90,9 +94,13 @@ def run(context: typer.Context, model: Model = None, scale: ScaleName = None, wo
 @one_line_errors
 def resume(context: typer.Context, workspace: Annotated[Path, typer.Argument(help="Folder of the workspace.")], minutes: Minutes = None,
            attempts: Attempts = None, max_steps: MaxSteps = None, max_usd: MaxUsd = None, max_tokens: MaxTokens = None,
-           max_gpu_seconds: MaxGpuSeconds = None, price: Price = None, approve: Approve = False, as_json: AsJson = False) -> None:
+           max_gpu_seconds: MaxGpuSeconds = None, price: Price = None, approve: Approve = False, sandbox: SandboxName = None,
+           as_json: AsJson = False) -> None:
     """Go on with a run that was stopped, killed or out of budget."""
     from agent.commands import LlmOptions, go_on
+    from agent.isolation import prefer
+
+    prefer(sandbox)
 
     go_on(workspace, minutes, attempts, LlmOptions(price, approve, max_steps, max_usd, max_tokens, max_gpu_seconds), as_json, context.obj)
 
@@ -127,9 +135,12 @@ def verify(context: typer.Context, model: Model = None, scale: ScaleName = None,
            contract: Annotated[Path | None, typer.Option(help="contract.toml; default: the workspace's, else stock.")] = None,
            level: Annotated[str, typer.Option(help="quick or full.")] = "full", target_throughput: Target = None,
            evidence: Annotated[Path | None, typer.Option(help="New folder for the evidence; default: the workspace's, else a temporary one.")] = None,
-           as_json: AsJson = False) -> None:
+           sandbox: SandboxName = None, as_json: AsJson = False) -> None:
     """Compare the two engines in every condition, with throughput and controls."""
     from agent.commands import verify_once
+    from agent.isolation import prefer
+
+    prefer(sandbox)
 
     verify_once(model, scale, workspace, weights, contract, level, target_throughput, evidence, as_json, context.obj)
 
@@ -138,11 +149,15 @@ def verify(context: typer.Context, model: Model = None, scale: ScaleName = None,
 @one_line_errors
 def localize(context: typer.Context, model: Model = None, scale: ScaleName = None, workspace: WorkspacePath = None, weights: Weights = None,
              contract: Annotated[Path | None, typer.Option(help="contract.toml; default: the workspace's, else stock.")] = None,
-             as_json: AsJson = False) -> None:
+             graphs: Annotated[bool, typer.Option("--graphs", help="On a GPU: trace inside CUDA graphs; substitutions restart an engine.")] = False,
+             sandbox: SandboxName = None, as_json: AsJson = False) -> None:
     """Name the first operator that differs, per dimension, and why."""
     from agent.commands import localize_once
+    from agent.isolation import prefer
 
-    localize_once(model, scale, workspace, weights, contract, as_json, context.obj)
+    prefer(sandbox)
+
+    localize_once(model, scale, workspace, weights, contract, as_json, context.obj, graphs)
 
 
 @app.command()
@@ -176,7 +191,7 @@ def patch(workspace: WorkspacePath = None,
 @one_line_errors
 def pr(context: typer.Context, workspace: Annotated[Path, typer.Argument(help="Folder of the workspace.")],
        out: Annotated[Path | None, typer.Option(help="Folder for text, evidence and patches; default: in the workspace's .agent.")] = None,
-       repo: Annotated[str | None, typer.Option(help="OWNER/NAME: push the branch and open a draft there; default: stop at branch and files.")] = None,
+       repo: Annotated[str | None, typer.Option(help="OWNER/NAME: push and open a draft there; default: stop at branch and files.")] = None,
        base_url: Annotated[str, typer.Option(help="REST API of the forge.")] = "https://api.github.com",
        remote_url: Annotated[str | None, typer.Option(help="Where git pushes to; default: the repository at the forge.")] = None,
        base: Annotated[str | None, typer.Option(help="Branch that the change is for; default: the repository's own.")] = None,
@@ -189,26 +204,31 @@ def pr(context: typer.Context, workspace: Annotated[Path, typer.Argument(help="F
        update: Annotated[bool, typer.Option("--update", help="Replace branch and text of this run's open pull request.")] = False,
        prepared: Annotated[bool, typer.Option("--prepared", help="Publish what the last call prepared, without measuring again.")] = False,
        dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but push and open.")] = False, target_throughput: Target = None,
-       as_json: AsJson = False) -> None:
+       sandbox: SandboxName = None, as_json: AsJson = False) -> None:
     """Make a pull request of a finished run: short series, a last verify, text and patches; with --repo also a draft. Token: GITHUB_TOKEN."""
+    from agent.isolation import prefer
     from agent.pr.commands import Options, publish
 
-    options = Options(out=out, repo=repo, base_url=base_url, remote_url=remote_url, base=base, fork=fork, human=human, confirmed=read, profile=profile,
-                      coordination=coordination, not_duplicate=not_duplicate, update=update, dry_run=dry_run, prepared=prepared, target=target_throughput)
+    prefer(sandbox)
+    options = Options(out=out, repo=repo, base_url=base_url, remote_url=remote_url, base=base, fork=fork, human=human, confirmed=read,
+                      profile=profile, coordination=coordination, not_duplicate=not_duplicate, update=update, dry_run=dry_run, prepared=prepared,
+                      target=target_throughput)
     publish(workspace, options, as_json, context.obj)
 
 
 @app.command("verify-pr")
 @one_line_errors
 def verify_pr(context: typer.Context,
-              pull_request: Annotated[str, typer.Argument(metavar="FILE_OR_BRANCH", help="Text, folder with evidence or patches, workspace, or branch.")],
+              pull_request: Annotated[str, typer.Argument(metavar="FILE_OR_BRANCH", help="Text, folder of evidence or patches, workspace, branch.")],
               repo: Annotated[Path | None, typer.Option(help="Repository that holds the commit or its base; default: the one around.")] = None,
               weights: Weights = None,
               static: Annotated[bool, typer.Option("--static", help="Compare text, evidence and code only; start no engine.")] = False,
-              as_json: AsJson = False) -> None:
+              sandbox: SandboxName = None, as_json: AsJson = False) -> None:
     """Check a pull request that `agent pr` made: text against evidence, evidence against its hashes, the code, and all figures measured again."""
+    from agent.isolation import prefer
     from agent.pr.commands import verify as check
 
+    prefer(sandbox)
     check(pull_request, repo, weights, static, as_json, context.obj)
 
 

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from agent import checkpoint, doctor, models, recipes, report, screen, state
 from agent import config as configs
-from agent.cli import print_json
 from agent.checkout import Checkout
+from agent.cli import print_json
 from agent.config import Config, EngineCheckout
 from agent.errors import AgentError, BudgetEnded, UserError
 from agent.files import write_atomic
@@ -119,7 +119,8 @@ def _carry_on(workspace: Workspace, current: RunState, minutes: float | None, at
               tools: Tools | None, console: Console) -> None:
     budget = workspace.settings.budget
     jobs = state.folder(workspace, current.run) / "jobs"
-    tools = tools or EngineTools(current.model, current.scale, Path(current.checkpoint), current.target, jobs)
+    tools = tools or EngineTools(current.model, current.scale, Path(current.checkpoint), current.target, jobs,
+                                 sandbox=workspace.settings.sandbox)
     try:
         with screen.Screen(console) as observer:
             minutes = budget.minutes if minutes is None else minutes
@@ -170,8 +171,10 @@ def verify_once(model: str | None, scale: str | None, path: Path | None, weights
 
 
 def localize_once(model: str | None, scale: str | None, path: Path | None, weights: Path | None, contract: Path | None, as_json: bool,
-                  tools: Tools | None) -> None:
+                  tools: Tools | None, graphs: bool = False) -> None:
     with _tool(model, scale, path, weights, contract, None, as_json, tools) as call:
+        if isinstance(call.tools, EngineTools):
+            call.tools.graphs = graphs
         found = call.tools.localize(call.contract, call.kernels, call.observer)
     if as_json:
         print_json({"model": call.settings.model, "scale": call.settings.scale, **jsonable(found)})
@@ -326,7 +329,7 @@ def _tool(model: str | None, scale: str | None, path: Path | None, weights: Path
             jobs = workspace.private / "tools" / stamp if workspace else Path(tempfile.mkdtemp(prefix="agent-"))
             goal = settings.target.throughput if target is None else target
             tools = EngineTools(settings.model, settings.scale, _checkpoint(settings), goal, jobs,
-                                evidence.resolve() if evidence else None)
+                                evidence.resolve() if evidence else None, settings.sandbox)
         status = stack.enter_context(console.status("starting")) if console.is_terminal and not as_json else None
         yield _Call(settings, tools, bound, top / KERNELS, console, status, as_json)
 

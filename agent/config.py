@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agent.errors import UserError
 from agent.llm.settings import LlmSettings
+from sandboxes import Choice
 
 FILE = "consistency.toml"
 
@@ -57,6 +58,8 @@ class Config(BaseModel):
     """Folder of a local Hugging Face checkpoint; absent: seeded weights, made once per machine."""
     policy: str | None = None
     """Who picks the next step; absent: `agent run` asks once if it can, else the playbook does."""
+    sandbox: Choice = "auto"
+    """Where jobs run; auto: bubblewrap where it works, else local."""
     target: Target = Target()
     budget: Budget = Budget()
     llm: LlmSettings = LlmSettings()
@@ -83,6 +86,8 @@ class Config(BaseModel):
             lines.append(f"weights = {_quote(self.weights)}")
         if self.policy:
             lines.append(f"policy = {_quote(self.policy)}")
+        if self.sandbox != "auto":
+            lines.append(f"sandbox = {_quote(self.sandbox)}")
         lines += [
             "",
             "[target]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ START_SECONDS = 900.0
 """an engine start with cold caches compiles every kernel"""
 STEP_SECONDS = 600.0
 JOB_SECONDS = 7200.0
+GPU_MEMORY_BYTES = 1 << 40
+"""resident memory that a job on a GPU may hold: mapped device memory counts on some drivers, so the limit that matters is the device's own"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ class Gpu:
 
 
 def gpus(run: Callable[[list[str]], str | None] | None = None) -> list[Gpu]:
-    """What the driver lists, the ones CUDA_VISIBLE_DEVICES hides among them. `run` stands in for nvidia-smi in tests."""
+    """What the driver lists; nothing where CUDA_VISIBLE_DEVICES hides all. `run` stands in for nvidia-smi in tests."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return []
     text = (run or _ask_driver)(["--query-gpu=name,compute_cap,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"])
     found = []
     for line in (text or "").splitlines():
@@ -103,7 +108,9 @@ class Setup:
                     "logprobs_mode": "raw_logprobs", "enable_prefix_caching": "prefix_cache" not in self.family.cannot}
         if self.gpu is not None and self.need is not None:
             settings |= {"device": "cuda", "eager": False, "threads": 4, "max_num_batched_tokens": self.sizes.max_num_batched_tokens,
-                         "gpu_memory_utilization": round(self.need.rollout / self.gpu.total_gib, 3)}
+                         "gpu_memory_utilization": round(self.need.rollout / self.gpu.total_gib, 3),
+                         # given outright: what vLLM would measure as free is wrong while another process starts beside it
+                         "kv_cache_gib": round(self.need.caches, 2)}
         return settings | changed
 
     def training(self, **changed: Any) -> dict[str, Any]:
@@ -117,8 +124,7 @@ class Setup:
         if self.device == "cpu":
             return {"limits": Limits(readable=tuple(readable))}
         root, environment = caches(kernels)
-        # Mapped device memory counts as resident on some drivers, so the limit that matters is the device's own.
-        limits = Limits(wall_seconds=JOB_SECONDS, memory_bytes=1 << 40, readable=tuple(readable), writable=(root,))
+        limits = Limits(wall_seconds=JOB_SECONDS, memory_bytes=GPU_MEMORY_BYTES, readable=tuple(readable), writable=(root,))
         return {"environment": environment, "start_timeout": START_SECONDS, "step_timeout": STEP_SECONDS, "limits": limits}
 
 

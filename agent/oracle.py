@@ -242,4 +242,4 @@ def decide(conditions: Sequence[ConditionResult], controls: Sequence[ControlResu
                                              f"{accuracy.stock:.2e}, allowed {accuracy.allowed:.2e}"))
     mismatches = sum(condition.mismatches for condition in conditions)
     return Verdict(exact=not reasons and mismatches == 0, void=is_void, tokens=tokens, mismatches=mismatches, conditions=list(conditions),
-                   reasons=reasons, rules=[*(["mismatch"] if mismatches else []), *named(reasons)])
+                   reasons=[str(r) for r in reasons], rules=[*(["mismatch"] if mismatches else []), *named(reasons)])

@@ -3,6 +3,7 @@
 Unchanged folders and files are symbolic links into the installed package, so a folder is made in well under a second and reuses its bytecode.
 """
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -80,11 +81,12 @@ def folder_of(worktree: Path) -> Path:
     return inside / "engines"
 
 
+@functools.cache
 def drift(checkout: Checkout) -> int:
-    """Files of the base commit that are not those of the installed package. Raises UserError if it is not installed."""
+    """Python files of the base commit that are not those of the installed package. Raises UserError if it is not installed."""
     package, root = checkout.package()
     installed = _installed(package)
-    return sum(not _same(installed / name, blob) for name, (_, blob) in _entries(checkout, checkout.base, root).items() if name.endswith(".py"))
+    return sum(not same_blob(installed / name, blob) for name, (_, blob) in _entries(checkout, checkout.base, root).items() if name.endswith(".py"))
 
 
 def build(checkout: Checkout, tree: str, folder: Path) -> Path:
@@ -94,7 +96,7 @@ def build(checkout: Checkout, tree: str, folder: Path) -> Path:
     if made.is_dir():
         return made
     installed, base, wanted = _installed(package), _entries(checkout, checkout.base, root), _entries(checkout, tree, root)
-    changed = {name for name, (_, blob) in wanted.items() if not _same(installed / name, blob)}
+    changed = {name for name, (_, blob) in wanted.items() if not same_blob(installed / name, blob)}
     gone = {name for name in base if name not in wanted and (installed / name).exists()}
     folder.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".engine-", dir=folder))
@@ -145,8 +147,8 @@ def _entries(checkout: Checkout, tree: str, root: str) -> dict[str, tuple[str, s
     return found
 
 
-def _same(path: Path, blob: str) -> bool:
-    """Whether a file has the bytes of one of git's blobs."""
+def same_blob(path: Path, blob: str) -> bool:
+    """Whether a file has the bytes of one of git's blobs, given by its SHA-1 id."""
     try:
         data = path.read_bytes()
     except OSError:

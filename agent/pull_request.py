@@ -36,7 +36,8 @@ class Evidence:
             data = workspace.show(commit, path)
             name, sha = path.removeprefix("evidence/").removesuffix(".json"), sha256(data)
             if sha not in workspace.evidence_trailers(commit, path):
-                raise UserError(f"{path} at {commit[:12]} is not the file that its commit's Evidence trailer names; do not trust this run")
+                raise UserError(f"{path} at {commit[:12]} is not the file that its commit's Evidence trailer names; do not trust this run "
+                                "[evidence_changed]")
             documents[name], files[name], hashes[name] = json.loads(data), data, sha
         return cls(documents, files, hashes)
 

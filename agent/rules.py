@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 RULES: dict[str, str] = {
     # What the parent finds in raw answers.
     "mismatch": "log-probabilities of the same token differ in at least one bit",
@@ -13,6 +15,7 @@ RULES: dict[str, str] = {
     "did_not_take_place": "a counter says that the condition was not forced",
     "condition_missing": "a required condition has no result",
     "too_few_tokens": "fewer tokens were compared than a verdict needs",
+    "self_test": "on a GPU that nobody has measured them on, an operator was not shown to keep its bits",
     "accuracy": "the candidate is further from the reference than twice the distance of stock",
     # Throughput.
     "config_changed": "the engine's resolved configuration is not the one that was asked for, or that stock runs with",
@@ -61,6 +64,6 @@ class Objection(str):
         return Objection(self.rule, f"{place}: {self}")
 
 
-def named(lines: list[str]) -> list[str]:
+def named(lines: Iterable[str]) -> list[str]:
     """The rules of a list of objections, each once, in their order."""
     return list(dict.fromkeys(line.rule for line in lines if isinstance(line, Objection)))

@@ -216,4 +216,8 @@ def verdict_lines(report: VerifyReport) -> Text:
         text.append(f"\ncontrol, {control.name}: " + (f"{control.mismatches} of {control.tokens} reported" if control.ran else control.reason))
     for reason in verdict.reasons:
         text.append(f"\n{reason}", style="yellow")
+    if verdict.rules:
+        text.append(f"\nrules: {', '.join(verdict.rules)}")
+    if (box := report.environment.get("sandbox")) and "not_guarded" in box:
+        text.append(f"\nsandbox: {box['name']}; not guarded against: {'; '.join(box['not_guarded'])}", style="dim")
     return text

@@ -26,8 +26,8 @@ LOG_LINES = 30
 """Lines of a job's log that an error carries."""
 NOTES = "refused.jsonl"
 """Beside the answers: what the job's guard refused to candidate code."""
-GRACE_SECONDS = 5.0
-"""How long a job may take to end by itself."""
+GRACE_SECONDS = 30.0
+"""How long a job may take to end by itself. One that is killed instead cannot be seen to leave processes behind."""
 
 Engine = Literal["rollout", "training"]
 

@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from agent.overlay import EngineSandbox, Patched, folder_of
+from agent import isolation
+from agent.overlay import Patched, folder_of
 from agent.tools.divergence import Divergence, LocalizeReport
 from agent.tools.localize import LocalizeRequest, localize
 from agent.tools.repro import ReproReport, ReproRequest, check_repros, make_repro
 from agent.tools.verify import VerifyRequest, verify
 from agent.verdict import VerifyReport
 from consistency.contract import Contract
-from sandboxes import Sandbox
-from sandboxes.local import LocalSandbox
+from sandboxes import Choice, Sandbox
 
 Progress = Callable[[Any], None]
 """Takes whatever a tool tells about itself; may raise to stop it."""
@@ -52,18 +52,23 @@ def make_repros(tools: Tools, wanted: list[tuple[Divergence, Path]], kernels: Pa
 class EngineTools:
     """The real tools on one model. Job folders go to `jobs`, numbered in the order of the calls; `evidence` takes that of one verify.
 
+    `sandbox` is the workspace's choice; what the command line says comes first. Raises UserError if it cannot be used.
     A worktree whose consistency.toml names a checkout of an engine is measured with that engine, as its engine.patch leaves it.
     """
 
-    def __init__(self, family: str, scale: str, checkpoint: Path, target: float, jobs: Path, evidence: Path | None = None):
+    def __init__(self, family: str, scale: str, checkpoint: Path, target: float, jobs: Path, evidence: Path | None = None,
+                 sandbox: Choice = "auto"):
+        self.inner = isolation.sandbox(sandbox)
         self.family, self.scale, self.checkpoint, self.target, self.jobs, self.evidence = family, scale, checkpoint, target, jobs, evidence
+        self.graphs = False
+        """localize: trace inside CUDA graphs"""
 
     def verify(self, contract: Contract, kernels: Path, level: str, progress: Progress) -> VerifyReport:
         engine = Patched.of(kernels.parent)
         report = verify(VerifyRequest(
             family=self.family, scale=self.scale, checkpoint=self.checkpoint, contract=contract, kernels=_filled(kernels),
             level="full" if level == "full" else "quick", target_throughput=self.target,
-            directory=self.evidence or self._folder(f"verify-{level}")), progress, _sandbox(engine, kernels))
+            directory=self.evidence or self._folder(f"verify-{level}")), progress, self._sandbox(engine, kernels))
         if engine:
             report.environment["checkout"] = engine.facts()
         return report
@@ -71,8 +76,8 @@ class EngineTools:
     def localize(self, contract: Contract, kernels: Path, progress: Progress) -> LocalizeReport:
         folder = self._folder("localize")
         report = localize(LocalizeRequest(
-            family=self.family, scale=self.scale, checkpoint=self.checkpoint, contract=contract, kernels=_filled(kernels), work_dir=folder), progress,
-            _sandbox(Patched.of(kernels.parent), kernels))
+            family=self.family, scale=self.scale, checkpoint=self.checkpoint, contract=contract, kernels=_filled(kernels), work_dir=folder,
+            graphs=self.graphs), progress, self._sandbox(Patched.of(kernels.parent), kernels))
         # Whole traces are some 200 MB a call; the cases keep what a repro needs.
         for traces in folder.glob("jobs/*/out"):
             shutil.rmtree(traces, ignore_errors=True)
@@ -80,11 +85,15 @@ class EngineTools:
 
     def repro(self, divergence: Divergence, directory: Path, kernels: Path, progress: Progress) -> ReproReport:
         request = ReproRequest(divergence=divergence, directory=directory, kernels=_filled(kernels), check=False)
-        return make_repro(request, progress, _sandbox(Patched.of(kernels.parent), kernels, LocalSandbox()))
+        return make_repro(request, progress, self._sandbox(Patched.of(kernels.parent), kernels))
 
     def check_repros(self, directories: list[Path], contract: Contract | None, kernels: Path) -> list[int]:
-        engine = _sandbox(Patched.of(kernels.parent), kernels, LocalSandbox())
+        engine = self._sandbox(Patched.of(kernels.parent), kernels)
         return [code for code, _ in check_repros(directories, contract, _filled(kernels), engine)]
+
+    def _sandbox(self, engine: Patched | None, kernels: Path) -> Sandbox:
+        """Where jobs import the engine that the worktree around `kernels` asks for, or the installed one."""
+        return engine.sandbox(folder_of(kernels.parent), self.inner) if engine else self.inner
 
     def _folder(self, what: str) -> Path:
         """A folder no call before has used, also not one of a call that was killed."""
@@ -93,11 +102,6 @@ class EngineTools:
         folder = self.jobs / f"{number:03d}-{what}"
         folder.mkdir()
         return folder
-
-
-def _sandbox(engine: Patched | None, kernels: Path, inner: Sandbox | None = None) -> EngineSandbox | None:
-    """Where jobs import the engine that the worktree around `kernels` asks for; None: the installed one, in a tool's own sandbox."""
-    return engine.sandbox(folder_of(kernels.parent), inner) if engine else None
 
 
 def _filled(kernels: Path) -> Path | None:

@@ -37,13 +37,13 @@ def measure(model: str) -> dict[str, Any]:
     """One run from an empty folder to its pull request, one localize, and the start-up time. Seconds are wall clock, process start included."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         workspace = Path(folder) / "workspace"
-        run_command = ["run", "--model", model, "--workspace", str(workspace), "--json"]
+        run_command = ["run", "--model", model, "--from-scratch", "--workspace", str(workspace), "--json"]
         run, run_seconds = _agent(run_command, folder)
         found, localize_seconds = _agent(["localize", "--model", model, "--json"], folder)
     return {
         "model": model, "scale": run["scale"], **stamp(),
         "run": {
-            "command": shlex.join(["agent", *run_command[:3]]), "seconds": run_seconds, "outcome": run["outcome"], "why": run["why"],
+            "command": shlex.join(["agent", *run_command[:4]]), "seconds": run_seconds, "outcome": run["outcome"], "why": run["why"],
             "baseline": run["baseline"], "throughput": run["throughput"], "attempts": run["attempts"], "verdict": run["verdict"]},
         "localize": {
             "command": f"agent localize --model {model}", "seconds": localize_seconds, "exact_dimensions": found["exact_dimensions"],

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,8 @@ import httpx2
 from agent.mcp.fakes import FakeTool
 from agent.mcp.jobs import Call, Jobs
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULT, PAGE = ROOT / "docs" / "results" / "mcp.json", ROOT / "docs" / "mcp.md"
 CLIENTS = 50
 TOKEN = "a-token-for-this-benchmark"
 META = {"io.modelcontextprotocol/protocolVersion": "2026-07-28", "io.modelcontextprotocol/clientCapabilities": {},
@@ -37,12 +40,12 @@ def request(method: str, **params) -> dict:
 
 
 def starts(state: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds from the start of the process to its tool list and to the answer of a first call on stdio, its processor time until then, and its
+    """Seconds from the start of `agent serve` to its tool list and to the answer of a first call on stdio, its processor time until then, and its
     memory in MiB a second later. The first start has an empty folder, so that nothing is on record yet."""
     found: dict[str, list[float]] = {"list": [], "call": [], "processor": [], "memory": []}
     for _ in range(rounds):
         begun = time.perf_counter()
-        server = subprocess.Popen([sys.executable, "-m", "agent.server", "--state", str(state)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        server = subprocess.Popen([sys.executable, "-m", "agent", "serve", "--state", str(state)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert server.stdin and server.stdout
         for name, asked in (("list", request("tools/list")), ("call", request("tools/call", name="models", arguments={}))):
             server.stdin.write(json.dumps(asked).encode() + b"\n")
@@ -59,9 +62,9 @@ def starts(state: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def parts(rounds: int) -> dict[str, float]:
-    """Least seconds of a Python process that imports what a start imports, step by step; each contains the ones before it."""
+    """Least seconds of a Python process that imports what a start imports, step by step; but for agent.cli, each contains the ones before it."""
     steps = {"python": "pass", "pydantic": "import pydantic", "mcp_types": "import mcp_types",
-             "its two protocol versions": "import mcp_types.methods", "mcp": "import mcp",
+             "its two protocol versions": "import mcp_types.methods", "mcp": "import mcp", "agent.cli alone": "import agent.cli",
              "this server, built": "from agent.server import build; build()"}
     return {name: round(min(_seconds(code) for _ in range(rounds)), 2) for name, code in steps.items()}
 
@@ -163,9 +166,37 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def table(result: dict) -> str:
+    """The block of docs/mcp.md that says what was measured."""
+    figures, machine = result["figures"], result["hardware"]
+    if "a process that imports, s" not in figures:
+        return "Not measured since the opening record is there.\n"
+    listed, parts = figures["start to tool list, s"], figures["a process that imports, s"]
+    calls = figures[f"status call, {CLIENTS} clients once a second, ms"]
+    cancelled = figures["cancel a command, its child and its grandchild that ignore SIGTERM, ms"]["median"]
+    rows = {
+        "start of `agent serve` to tool list, from a client's second start on":
+            f"{listed['median']} s (longest of {listed['starts']}: {listed['longest']} s)",
+        "start to tool list, nothing on record yet": f"{figures['start to tool list, nothing on record, s']} s",
+        "start to the answer of a first call": f"{figures['start to the answer of a first call, s']['median']} s",
+        "idle memory": f"{figures['idle memory, MiB']} MiB",
+        f"status call, {CLIENTS} clients once a second": f"{calls['median']} ms in the median, {calls['p95']} ms in 95 of 100",
+        "cancel a command, its child and its grandchild that ignore SIGTERM": f"{cancelled / 1000:.2f} s",
+        "a process that imports one thing more each time": ", ".join(f"{name} {spent} s" for name, spent in parts.items()),
+    }
+    note = (f"{machine['processor']}, {machine['cores']} cores, load {machine['load before']} before; "
+            f"{', '.join(f'{name} {found}' for name, found in result['versions'].items())}; {result['date']}; `{result['command']}`.")
+    return "\n".join(["| | measured |", "|---|---|", *(f"| {name} | {found} |" for name, found in rows.items()), "", note]) + "\n"
+
+
+def fill(text: str, result: dict) -> str:
+    """Replace what stands between `<!-- results:mcp -->` and `<!-- end -->`."""
+    return re.sub(r"(<!-- results:mcp -->\n).*?(<!-- end -->)", lambda match: match[1] + table(result) + match[2], text, flags=re.DOTALL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/mcp.json"))
+    parser.add_argument("--out", type=Path, default=RESULT, help="with the default, docs/mcp.md is filled from it too")
     options = parser.parse_args()
     load, speed = os.getloadavg()[0], additions()
     with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +209,7 @@ def main() -> None:
         "start to tool list, nothing on record, s": round(started["list"][0], 2),
         "start to the answer of a first call, s": seconds(started["call"][1:]),
         "processor time until then, s": round(statistics.median(started["processor"]), 2),
-        "a process that imports, s": parts(5),
+        "a process that imports, s": parts(3),
         "idle memory, MiB": round(max(started["memory"]), 1),
         f"status call, {CLIENTS} clients once a second, ms": milliseconds(paced),
         f"status call, {CLIENTS} clients without a pause, ms": milliseconds(burst),
@@ -194,6 +225,8 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))
+    if options.out == RESULT:
+        PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), result), encoding="utf-8")
 
 
 if __name__ == "__main__":

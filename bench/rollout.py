@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agent import checkpoint as checkpoints
-from agent import recipes
+from agent import models, recipes
 from agent.device import Setup, gpus
 from agent.draw import Draw
 from agent.errors import AgentError, JobFailed
@@ -69,6 +69,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.begun = options, time.monotonic()
         family, scale = options.model, options.scale
+        models.require_engines(models.resolve(family, scale, bool(gpus()))[1].device)
         self.checkpoint = options.checkpoint or checkpoints.seeded(family, scale)
         new_tokens = options.new_tokens or NEW_TOKENS[scale]
         counts = options.requests or REQUESTS[scale]

@@ -23,11 +23,60 @@ def main() -> None:
 
 
 def fill(text: str, results: Path) -> str:
-    """Replace what stands between `<!-- results:cpu -->` and `<!-- end -->`."""
+    """Replace what stands between `<!-- results:cpu -->` or `<!-- results:h200 -->` and `<!-- end -->`."""
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("cpu-*.json"))]
     faults = results / "faults-cpu.json"
-    body = cpu_table(rows) + (fault_line(json.loads(faults.read_text(encoding="utf-8"))) if faults.exists() else "")
-    return re.sub(r"(<!-- results:cpu -->\n).*?(<!-- end -->)", lambda match: match[1] + body + match[2], text, flags=re.DOTALL)
+    cpu = cpu_table(rows) + (fault_line(json.loads(faults.read_text(encoding="utf-8"))) if faults.exists() else "")
+    for name, body in {"cpu": cpu, "h200": h200_tables(results)}.items():
+        text = re.sub(rf"(<!-- results:{name} -->\n).*?(<!-- end -->)", lambda match, body=body: match[1] + body + match[2], text, flags=re.DOTALL)
+    return text
+
+
+def h200_tables(results: Path) -> str:
+    """What `bench.gpu.exact` and `bench.rollout` measured on a GPU."""
+    exact = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("h200-exact-*.json"))]
+    rollouts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("h200-rollout-*.json"))]
+    if not exact and not rollouts:
+        return "Not measured yet.\n"
+    return exact_table(exact) + ("\n" if exact and rollouts else "") + rollout_table(rollouts)
+
+
+def exact_table(results: list[dict[str, Any]]) -> str:
+    if not results:
+        return ""
+    lines = ["| model | rollout | conditions | mismatches, exact | stock: rollout against packed training | stock: decode against prefill |",
+             "|---|---|---|---|---|---|"]
+    for result in results:
+        settings = result["engines"]["rollout"]["settings"]
+        mode = "eager" if settings["eager"] else "CUDA graphs, compile" if settings.get("compile", True) else "CUDA graphs"
+        found = result["contracts"]["exact"].values()
+        stock = result["contracts"].get("stock", {})
+        lines.append(f"| {result['model']} ({result['scale']}) | {mode} | {len(found)} | {sum(c['mismatches'] for c in found)} of "
+                     f"{sum(c['tokens'] for c in found)} | {_unequal(stock.get('engine: packed'))} | {_unequal(stock.get('phase: prefill'))} |")
+    said = results[0]["engines"]["rollout"]["environment"]
+    versions = ", ".join(f"{name} {said[name]}" for name in ("python", "torch", "vllm", "transformers"))
+    return "\n".join([*lines, "", f"{results[0]['device']['name']}; {versions}; {results[0]['date']}; `{results[0]['command']}`."]) + "\n"
+
+
+def _unequal(found: dict[str, Any] | None) -> str:
+    return "–" if found is None else f"{found['mismatches']} of {found['tokens']}, max {found['max_abs']:.2g}, K3 {found['k3']:.2g}"
+
+
+def rollout_table(results: list[dict[str, Any]]) -> str:
+    if not results:
+        return ""
+    lines = ["| model | requests x new tokens, prompt | stock tokens/s | exact tokens/s | of stock (pairs) | step of stock | memory of stock |",
+             "|---|---|---|---|---|---|---|"]
+    for result in results:
+        for point in result["summary"]:
+            against = point.get("against_stock", {}).get("exact", {})
+            if "ratio" not in against:
+                continue
+            arms = [point["arms"][arm]["tokens_per_second"] for arm in ("stock", "exact")]
+            lines.append(f"| {result['question']['model']} ({result['question']['scale']}) | {point['requests']} x {point['new_tokens']}, "
+                         f"{point['prompt_tokens']} | {arms[0]:.0f} | {arms[1]:.0f} | {against['ratio']:.3f} ({against['spread'][0]:.3f} to "
+                         f"{against['spread'][1]:.3f}) | {1 / against['decode_ratio']:.3f} | {against.get('memory_ratio', float('nan')):.2f} |")
+    return "\n".join([*lines, "", f"{results[0]['question']['device'][0]}; {results[0]['date']}; `{results[0]['command']}`."]) + "\n"
 
 
 def fault_line(result: dict[str, Any]) -> str:

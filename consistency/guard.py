@@ -116,13 +116,17 @@ class Guard:
             self._compare(self._core, "running")
 
     def _compare(self, before: dict[tuple[str, str, str], object], when: str) -> None:
-        for (module, owner, name), was in before.items():
+        for key, was in list(before.items()):
+            module, owner, name = key
             holder = sys.modules.get(module)
             space = vars(holder) if holder is not None else {}
             if owner:
                 space = vars(space[owner]) if isinstance(space.get(owner), type) else {}
             now = space.get(name, was)
-            if now is not was and self._foreign(module, now):
+            if now is was:
+                continue
+            before[key] = now  # said once
+            if self._foreign(module, now):
                 by = getattr(getattr(now, "__code__", None), "co_filename", "")
                 self.note("patched_outside_operator", f"{'.'.join(filter(None, (module, owner, name)))} replaced while {when}"
                           + (f" by kernels/{Path(by).name}" if by.startswith(self.folder) else ""))

@@ -33,8 +33,9 @@ SIZES: dict[str, Sizes] = {
 }
 """scale -> limits of its engines"""
 
-STATE_FACTOR = 2.0
-"""The exact rollout keeps, beside the recurrent state, a copy in bf16 and the inputs of an unfinished chunk; both arms get the same share."""
+STATE_FACTOR = 2.3
+"""The exact rollout keeps, beside the recurrent state, the inputs of an unfinished chunk (1.64), and a block of the key-value cache is as large as
+a layer's state, most of it unused; both arms get the same share."""
 ROW_COPIES = 6.0
 """Rows of the vocabulary in fp32 that a training micro-batch holds at once: logits, log-probabilities, gradients of both, copies."""
 
@@ -50,6 +51,8 @@ class Need:
     """one training process with gradients"""
     training_forward: float
     """one training process without gradients"""
+    caches: float = 0.0
+    """of the rollout's: key-value cache and recurrent state"""
 
 
 def need(config: Mapping[str, Any], sizes: Sizes, bytes_per_weight: int = 2) -> Need:
@@ -60,7 +63,7 @@ def need(config: Mapping[str, Any], sizes: Sizes, bytes_per_weight: int = 2) -> 
     rows = ROW_COPIES * 4 * config["vocab_size"] * min(sizes.trained_tokens, 4096) / GIB
     kept = 2.0 * config["hidden_size"] * sizes.trained_tokens * 2 * layers(config) / GIB  # with checkpointing: inputs of the layers
     forward = weights * 1.02 + rows + kept + 2.0
-    return Need(weights, weights * 1.02 + caches + sizes.rollout_slack_gib, forward + weights, forward)
+    return Need(weights, weights * 1.02 + caches + sizes.rollout_slack_gib, forward + weights, forward, caches)
 
 
 def layers(config: Mapping[str, Any]) -> int:

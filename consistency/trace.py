@@ -100,6 +100,14 @@ class Recorder:
                 self.dumps[site.key] = torch.zeros(self.total, *value.shape[1:], dtype=value.dtype)
             self.dumps[site.key][index[keep]] = value.detach()[keep.to(value.device)].cpu()
 
+    def record_prints(self, site: Site, prints: torch.Tensor) -> None:
+        """prints int64 [T]: fingerprints of the operator's rows of this step, taken on the device."""
+        keep = self.index >= 0
+        if site.key not in self.sites:
+            self.sites[site.key] = site
+            self.prints[site.key] = torch.full((self.total,), ABSENT, dtype=torch.int64)
+        self.prints[site.key][self.index[keep]] = prints[keep]
+
     def arrays(self) -> dict[str, torch.Tensor]:
         return {"row_request": self.request, "row_position": self.position,
                 **{f"{name}_{what}": v for name, place in self.places.items() for what, v in zip(("step", "slot"), place, strict=True)},

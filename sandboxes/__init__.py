@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 Choice = Literal["auto", "bubblewrap", "local"]
-CHOICES: tuple[Choice, ...] = ("auto", "bubblewrap", "local")
 
 
 class SandboxUnavailable(Exception):

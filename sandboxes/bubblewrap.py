@@ -27,6 +27,8 @@ DEVICES = ("nvidia*", "dri", "kfd", "infiniband")
 HANDED_OVER = ("job.json", "steps")
 """What the parent writes into the job's folder; the job only reads it."""
 PROBE_SECONDS = 20.0
+SCRATCH_SHARE = 4
+"""/tmp and /dev/shm may each hold one part in so many of the machine's memory."""
 
 
 class BubblewrapSandbox:
@@ -93,7 +95,8 @@ def _namespaces(directory: Path, limits: Limits) -> list[str]:
             arguments += ["--ro-bind", str(path), str(path)]
     for path in ("/sys", *(f"/etc/{name}" for name in SETTINGS)):
         arguments += ["--ro-bind-try", path, path]
-    arguments += ["--tmpfs", "/tmp"]
+    for path in ("/tmp", "/dev/shm"):
+        arguments += ["--size", str(_memory() // SCRATCH_SHARE), "--tmpfs", path]
     for path in _outermost([*_python(), *limits.readable]):
         arguments += ["--ro-bind", str(path), str(path)]
     for path in [*limits.writable, directory]:
@@ -101,7 +104,12 @@ def _namespaces(directory: Path, limits: Limits) -> list[str]:
     for path in (directory / name for name in HANDED_OVER):
         if path.exists():
             arguments += ["--ro-bind", str(path), str(path)]
-    return [*arguments, "--chdir", str(directory)]
+    # What is left of the namespace's own root and /dev is memory that no limit counts.
+    return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(directory)]
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _python() -> list[Path]:

@@ -118,7 +118,10 @@ def _breach(group: Group, directory: Path | None, limits: Limits) -> tuple[str, 
     members = group.members()
     if len(members) > limits.processes:
         return "too_many_processes", f"it had {len(members)} processes, {limits.processes} are allowed"
-    memory, most = sum(_resident(pid) for pid in members), limits.memory_bytes or int(MEMORY_SHARE * _PAGE * os.sysconf("SC_PHYS_PAGES"))
+    most = limits.memory_bytes or int(MEMORY_SHARE * _PAGE * os.sysconf("SC_PHYS_PAGES"))
+    memory = sum(map(_resident, members))
+    if memory > most and len(members) > 1:
+        memory = sum(map(_proportional, members))  # slower; forked processes share most of their pages
     if memory > most:
         return "memory_limit", f"it held {memory} bytes of memory, {most} are allowed"
     if directory is not None and (size := folder_bytes(directory)) > limits.disk_bytes:
@@ -165,6 +168,14 @@ def _resident(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
     return 0
+
+
+def _proportional(pid: int) -> int:
+    """Resident bytes, those shared with other processes counted in part."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    return _resident(pid)
 
 
 def _used(pid: int) -> float:

@@ -55,7 +55,8 @@ class Moves:
         patch = Patch(
             bindings=[Binding(operator=b.operator, implementation=b.implementation, side=None if b.side == "both" else b.side)
                       for b in request.bindings],
-            files={file.path: file.text for file in request.files}, diff=request.diff, addresses=request.addresses, why=" ".join(request.why.split())[:WHY])
+            files={file.path: file.text for file in request.files}, diff=request.diff,
+            addresses=request.addresses, why=" ".join(request.why.split())[:WHY])
         try:
             check(PatchRequest(worktree=self.tree, bindings=patch.bindings, files=patch.files, diff=patch.diff))
         except UserError as error:

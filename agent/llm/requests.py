@@ -40,7 +40,7 @@ class PatchCall(ToolRequest):
     addresses: list[str] = Field(description="Keys of the divergences that this shall remove; each needs a repro.")
     bindings: list[BindingArgument]
     files: list[KernelFile] = Field(default=[], description="New or rewritten files in kernels/.")
-    diff: str | None = Field(default=None, description="Unified diff (a/, b/): of the engine's checkout where the workspace has one, else of kernels/*.py.")
+    diff: str | None = Field(default=None, description="Unified diff of the engine's checkout if the workspace has one, else of kernels/*.py.")
 
 
 class VerifyCall(ToolRequest):

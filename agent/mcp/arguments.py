@@ -34,7 +34,7 @@ Bindings = Annotated[list[Item] | None, Field(
     "catalogue name, `stock` or kernels:FILE.NAME")]
 KernelFiles = Annotated[dict[KernelFile, Source] | None, Field(max_length=32, description="kernels/NAME.py -> whole new text")]
 Repository = Annotated[Text | None, Field(description="another git repository, which `diff` is applied to")]
-Diff = Annotated[Source | None, Field(description="unified diff in git's form")]
+Diff = Annotated[Source | None, Field(description="unified diff in git's form, of `repo` or of the engine's checkout that the workspace names")]
 Allow = Annotated[list[Item] | None, Field(max_length=100, description="globs that each path of the diff must match")]
 Message = Annotated[Text, Field(description="commit message")]
 

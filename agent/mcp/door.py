@@ -8,6 +8,7 @@ its own answer to what was answered already goes into the record instead of to t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -101,11 +102,17 @@ class Door:
             self._serving = True
         os.dup2(self._server_out, 1)
         run()
-        _write(self._server_out, CLOSED)
+        with contextlib.suppress(OSError):  # nobody listens any more
+            _write(self._server_out, CLOSED)
         self._threads[1].join(10)
 
     def _inward(self) -> None:
-        """From the client to the server; ends with the client."""
+        """From the client to the server; ends with either."""
+        with contextlib.suppress(OSError):
+            self._pass_on()
+        os.close(self._to_server)
+
+    def _pass_on(self) -> None:
         rest, lines = b"", 0
         while data := os.read(self._client_in, 65536):
             if not self._watching:
@@ -121,7 +128,6 @@ class Door:
                 _write(self._to_server, rest)
                 rest = b""
         _write(self._to_server, rest)
-        os.close(self._to_server)
 
     def _look(self, line: bytes) -> None:
         """Answer an opening question that is on record, or remember to write the answer down."""

@@ -92,6 +92,7 @@ class PatchResult(BaseModel):
     worktree: str
     changed: list[str]
     contract: dict[str, dict[str, str]] | None = None
+    engine: list[str] = Field(default=[], description="paths changed in the checkout of an engine that the workspace names")
 
 
 class Attempt(BaseModel):

@@ -3,12 +3,15 @@
 import hashlib
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from agent.pr.claims import Cause, Claims, verdict_id, word
 from agent.verdict import ConditionResult, VerifyReport
 
 Json = dict[str, Any]
+RENDERER = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+"""Changes with this file: a text written by another version may be worded otherwise."""
 END = "<!-- generated text ends here; what people add below is theirs -->"
 LIMIT = 65_000
 """Characters that a forge takes as a body; GitHub's limit is 65536."""
@@ -63,6 +66,8 @@ def _causes(claims: Claims) -> str:
 
     rows = [[f"`{c.operator}`", c.dimension, f"`{c.site}`", f"{c.cause}: {c.detail}", f"{c.differing} of {c.elements}",
              f"{_number(c.max_abs)}, {c.max_ulps} ulps", proof(c), f"attempt {c.attempt}: {c.fix}"] for c in claims.causes]
+    if not rows:
+        return "Nothing was localized: the contract was known before the run, which measured stock and then it."
     return _table(["operator", "dimension", "site", "cause", "elements", "largest", "confirmed", "fixed by"], rows)
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from agent.errors import UserError
 from agent.verdict import VerifyReport
@@ -22,6 +22,11 @@ def readable(report: Any) -> Any:
 
 
 Report = Annotated[VerifyReport, BeforeValidator(readable)]
+
+
+Commit = Annotated[str, Field(pattern=r"^([0-9a-f]{40}([0-9a-f]{24})?)?$")]
+"""Goes to git as an argument, so it is nothing else."""
+Folder = Annotated[str, Field(pattern=r"^repros/\w[\w.-]*$")]
 
 
 class Strict(BaseModel):
@@ -64,7 +69,7 @@ class Change(Strict):
 class Repro(Strict):
     """A folder under `repros/` and what it says."""
 
-    folder: str
+    folder: Folder
     operator: str
     line: str
     """what it prints while the two sides differ"""
@@ -93,8 +98,7 @@ class Engine(Strict):
     """The checkout of an engine that the change is made in."""
 
     package: str
-    base: str
-    """commit"""
+    base: Commit
     drift: int
     """files of the base commit that are not those of the installed package; 0 means that stock is exactly the base"""
     contract: bool
@@ -106,6 +110,8 @@ class Claims(Strict):
 
     format: Literal[1] = 1
     tool: str
+    renderer: str = ""
+    """which version of the code wrote the text from this, see `body.RENDERER`"""
     title: str
     model: str
     scale: str
@@ -117,8 +123,8 @@ class Claims(Strict):
     """least throughput, as a share of stock"""
     branch: str
     base: str
-    base_commit: str = ""
-    commit: str = ""
+    base_commit: Commit = ""
+    commit: Commit = ""
     """that was verified; this and `base_commit` are empty in the draft that ends a run"""
     files: dict[str, str] = {}
     """path -> git's blob id of everything that the verified commit runs"""

@@ -41,7 +41,7 @@ def publish(path: Path, options: Options, as_json: bool, tools: Tools | None) ->
             weights = Path(current.checkpoint)
             if not weights.is_dir() and not options.prepared:
                 weights = _weights(current.model, current.scale, workspace.settings.weights and Path(workspace.settings.weights))
-            tools = EngineTools(current.model, current.scale, weights, target, jobs)
+            tools = EngineTools(current.model, current.scale, weights, target, jobs, sandbox=workspace.settings.sandbox)
         made = PullRequest(workspace, current, tools, options, _Steps(console), lambda text: _say(console, text)).publish()
     if as_json:
         print_json(json.loads(made.model_dump_json()))

@@ -8,7 +8,7 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from agent import __version__
@@ -135,21 +135,24 @@ class Forge:
 
     def describe(self) -> dict[str, Any]:
         """The repository. Raises ForgeError where the token does not reach it."""
-        return self._ask("GET", f"/repos/{self.repository}")
+        found = self._ask("GET", f"/repos/{self.repository}")
+        return found if isinstance(found, dict) else _odd(found)
 
     def open_with_head(self, head: str) -> list[Pull]:
         """`head` is OWNER:BRANCH."""
         owner, _, branch = head.partition(":")
         found = self._ask("GET", f"/repos/{self.repository}/pulls", params={"state": "open", "head": head, "per_page": "100"})
-        # Some forges do not know the filter and answer with all.
-        return [_pull(p) for p in found if p["head"]["ref"] == branch and p["head"].get("label", head) == head and owner]
+        try:  # some forges do not know the filter and answer with all
+            return [_pull(p) for p in found if p["head"]["ref"] == branch and p["head"].get("label", head) == head and owner]
+        except (KeyError, TypeError, AttributeError):
+            return _odd(found)
 
     def open_like(self, words: str, where: str) -> list[Pull]:
         """Open pull requests with these words in their `title` or `body`, by search or, where there is none, by looking through the newest."""
         query = f'repo:{self.repository} is:pr is:open in:{where} "{words}"'
         try:
             found = self._ask("GET", "/search/issues", params={"q": query, "per_page": "20"})
-            return [_pull(p) for p in found["items"]]
+            return [_pull(p) for p in (found["items"] if isinstance(found, dict) and "items" in found else _odd(found))]
         except _Absent:
             return [_pull(p) for p in self._newest() if words.lower() in str(p.get(where) or "").lower()]
 
@@ -241,8 +244,11 @@ def _pull(found: dict[str, Any]) -> Pull:
     try:
         return Pull(int(found["number"]), str(found.get("title") or ""), str(found.get("html_url") or ""))
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise ForgeError(f"the forge's answer names no pull request ({json.dumps(found)[:120]}); is --base-url the address of the REST "
-                         "API?") from None
+        return _odd(found)
+
+
+def _odd(found: Any) -> NoReturn:
+    raise ForgeError(f"the forge answers in a form that is not GitHub's ({json.dumps(found)[:120]}); is --base-url the address of the REST API?")
 
 
 def _message(answer: Any) -> str:

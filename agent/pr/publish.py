@@ -243,10 +243,11 @@ class PullRequest:
         engine = Engine(package=self.checkout.package()[0], base=base, drift=overlay.drift(self.checkout), contract=bool(
             state.contract["rollout"] or state.contract["training"])) if self.checkout else None
         return drafted.model_copy(update={
-            "title": title, "required": self._required, "branch": branch(state.run, series.NAME), "base_commit": base, "commit": commit,
-            "base": state.base if self.checkout is None else self.checkout.base[:12], "files": files,
+            "title": title, "renderer": body.RENDERER, "required": self._required, "branch": branch(state.run, series.NAME),
+            "base_commit": base, "commit": commit, "base": state.base if self.checkout is None else self.checkout.base[:12], "files": files,
             "final": VerifyReport.model_validate_json(self._final), "causes": story.causes, "changes": changes,
-            "repros": self._check_repros(story, tree, stock), "engine": engine, "upstream": self.profile.name, "human": options.human, "reviewed": reviewed, "coordination": options.coordination, "not_duplicate": options.not_duplicate,
+            "repros": self._check_repros(story, tree, stock), "engine": engine, "upstream": self.profile.name,
+            "human": options.human, "reviewed": reviewed, "coordination": options.coordination, "not_duplicate": options.not_duplicate,
             "searched": searched, "evidence": evidence})
 
     def _check_repros(self, story: series.Story, tree: Path, stock: Path) -> list[Repro]:
@@ -303,7 +304,9 @@ class PullRequest:
         data = path.read_bytes()
         made = claims.read(data, str(path))
         repository = self.checkout.path if self.checkout else self.workspace.path
-        head = call_git(("rev-parse", "--verify", "--quiet", f"refs/heads/{made.branch}"), repository)
+        if not Workspace(repository).has_branch(made.branch):
+            raise UserError(f"{made.branch} is gone, which {self._out} is about; leave --prepared out")
+        head = call_git(("rev-parse", f"refs/heads/{made.branch}"), repository)
         if self.checkout is None and pull_request.sha256(data) not in self.workspace.evidence_trailers(head):
             raise UserError(f"{made.branch} is not the branch that was prepared in {self._out}; leave --prepared out")
         if self.checkout and head != made.commit:

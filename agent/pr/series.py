@@ -131,6 +131,8 @@ def last_attempt(evidence: Evidence, operator: str) -> Json | None:
 
 def blobs(repository: Path, commit: str, paths: tuple[str, ...]) -> dict[str, str]:
     """Path -> git's blob id of the committed files below `paths`."""
+    if not paths:
+        return {}
     listed = call_git(("ls-tree", "-r", "-z", commit, "--", *paths), repository)
     return {entry.partition("\t")[2]: entry.split()[2] for entry in listed.split("\0") if entry}
 

@@ -13,6 +13,7 @@ from agent.config import FILE as SETTINGS
 from agent.config import Config, EngineCheckout
 from agent.errors import UserError
 from agent.files import write_atomic
+from agent.overlay import same_blob
 from agent.pr import claims as documents
 from agent.pr import series
 from agent.pr.claims import Claims
@@ -67,7 +68,7 @@ def find(argument: str, repository: Path | None) -> Subject:
         root, patches = path.parent, path.parent / "patches"
     elif (prepared := _prepared(path)) is not None:
         root, patches = prepared, prepared / "patches"
-    elif any(path.glob("*.patch")) or (path / DOCUMENT).is_file():
+    elif not (path / "evidence" / DOCUMENT).is_file() and (any(path.glob("*.patch")) or (path / DOCUMENT).is_file()):
         root, patches = path.parent, path if any(path.glob("*.patch")) else path.parent / "patches"
     text = path if path.is_file() else root / FILE
     top = _top(repository) if repository else _top(root, required=False)
@@ -156,6 +157,11 @@ def export(subject: Subject, tree: str, folder: Path) -> Path:
     folder.mkdir(parents=True)
     if claims.engine is None:
         _unpack(repository, tree, folder)
+        # These would choose an engine to run; the claims name none.
+        for name in (SETTINGS, PATCH):
+            (folder / name).unlink(missing_ok=True)
+        if other := sorted(name for name, blob in claims.files.items() if (folder / name).is_symlink() or not same_blob(folder / name, blob)):
+            raise UserError(f"{subject.name}: git writes {', '.join(other[:3])} otherwise than it is committed (see its .gitattributes); not run")
         return folder
     if subject.root is None:
         raise UserError(f"{subject.name}: the repros and the contract are not with it; give the folder that `agent pr` wrote")
@@ -183,5 +189,8 @@ def _unpack(repository: Path, tree: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="archive-") as scratch:
         archive = Path(scratch) / "tree.tar"
         call_git(("archive", "--format=tar", f"--output={archive}", tree), repository)
-        with tarfile.open(archive) as packed:
-            packed.extractall(folder, filter="data")
+        try:
+            with tarfile.open(archive) as packed:
+                packed.extractall(folder, filter="data")
+        except (tarfile.TarError, OSError) as error:
+            raise UserError(f"the files of {tree[:12]} cannot be written safely: {error}") from None

@@ -14,11 +14,11 @@ def check_name(name: str, allow: list[str]) -> None:
     """Raise UserError unless `name` is a plain relative path, not git's own, and matches a glob of `allow`."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or "\\" in name or any(ord(c) < 32 for c in name) or ".." in path.parts or str(path) != name:
-        raise UserError(f"patch refused: {name!r} is not a plain relative path")
+        raise UserError(f"patch refused: {name!r} is not a plain relative path [outside_allowed_paths]")
     if any(part.lower().rstrip(". ") == ".git" or part.lower().startswith(".gitmodules") for part in path.parts):
-        raise UserError(f"patch refused: {name} is git's own")
+        raise UserError(f"patch refused: {name} is git's own [outside_allowed_paths]")
     if not any(matches(name, pattern) for pattern in allow):
-        raise UserError(f"patch refused: {name} is outside the allowed paths ({', '.join(allow) or 'none'})")
+        raise UserError(f"patch refused: {name} is outside the allowed paths ({', '.join(allow) or 'none'}) [outside_allowed_paths]")
 
 
 def check_path(tree: Path, name: str, allow: list[str]) -> None:
@@ -28,7 +28,7 @@ def check_path(tree: Path, name: str, allow: list[str]) -> None:
     for part in PurePosixPath(name).parts:
         place = place / part
         if place.is_symlink():
-            raise UserError(f"patch refused: {place.relative_to(tree)} is a symbolic link")
+            raise UserError(f"patch refused: {place.relative_to(tree)} is a symbolic link [outside_allowed_paths]")
     if place.is_dir():
         raise UserError(f"patch refused: {name} is a folder")
 
@@ -55,7 +55,7 @@ def check_kinds(diff: str) -> None:
         if line.startswith("diff --git "):
             file = line.rpartition(" b/")[2]
         elif re.match(r"(new|old|deleted)( file)? mode (120000|160000)$", line) or re.match(r"index [0-9a-f]+\.\.[0-9a-f]+ (120000|160000)$", line):
-            raise UserError(f"patch refused: {file}: the diff makes, changes or removes a symbolic link or a submodule")
+            raise UserError(f"patch refused: {file}: the diff makes, changes or removes a symbolic link or a submodule [outside_allowed_paths]")
         elif re.match(r"(old|new) mode \d+$", line) or re.match(r"new file mode (?!100644$)\d+$", line):
             raise UserError(f"patch refused: {file}: the diff sets a file mode ({line})")
         elif line.startswith(("GIT binary patch", "Binary files ")):

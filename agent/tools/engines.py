@@ -12,10 +12,10 @@ import numpy as np
 
 from agent.device import Setup
 from agent.errors import UserError
-from agent.session import Answer, Engine, Job, Session
+from agent.session import Answer, Engine, Job, Session, Ticket
 from agent.tools.traces import Run, Trace
 from consistency.contract import SIDES, Contract
-from sandboxes import Limits, Sandbox
+from sandboxes import Sandbox
 
 ENGINES: tuple[Engine, Engine] = ("rollout", "training")
 DUMP_BYTES = 1 << 28
@@ -27,12 +27,13 @@ class EnginePair:
 
     def __init__(self, family: str, checkpoint: Path, kernels: Path | None, contract: Contract, directory: Path,
                  sandbox: Sandbox | None = None, setup: Setup | None = None, settings: Mapping[Engine, Mapping[str, Any]] | None = None,
-                 only: Sequence[Engine] = ENGINES) -> None:
+                 only: Sequence[Engine] = ENGINES, graphs: bool = False) -> None:
         """Starts the processes and returns at once. `directory` is new or empty. Raises JobFailed if a process cannot be started and UserError
         if they do not fit the device.
 
         setup: the device and the sizes; None: scale tiny on the CPU. settings: per engine, in place of what `setup` says. On a GPU the rollout
-        runs eagerly unless they say otherwise, since a graph holds the implementations that were bound when it was captured.
+        runs eagerly, or with `graphs` in CUDA graphs that also write fingerprints. A graph keeps the implementations that were bound when it was
+        captured, so such a rollout is started anew for each contract.
         """
         self.family, self.checkpoint, self.directory = family, checkpoint, directory
         self.requests: list[dict[str, Any]] = []
@@ -50,11 +51,32 @@ class EnginePair:
         if not self.setup.fit("rollout" in only, "training" in only, gradients=False):
             raise UserError(f"rollout and training of {family} at scale {self.setup.scale} do not fit one {self.setup.gpu} together, as tracing both "
                             "needs; take a smaller scale, which has the same operators")
+        self.kernels, self.sandbox, self.settings, self.starts = kernels, sandbox, settings or {}, 0
+        self.graphs = graphs and self.setup.device == "cuda"
         for engine in only:
-            base = self.setup.rollout(**({"eager": True} if self.setup.device == "cuda" else {})) if engine == "rollout" else self.setup.training()
-            job = Job(engine, family, checkpoint, contract, kernels, {**base, **((settings or {}).get(engine) or {})})
-            session = Session(job, directory / "jobs" / engine, sandbox=sandbox, **self.setup.session(kernels, [directory.resolve()]))
-            self.sessions[engine] = self._stack.enter_context(session)
+            self._start(engine, contract)
+
+    def _start(self, engine: Engine, contract: Contract) -> None:
+        mode: dict[str, Any] = {}
+        if self.setup.device == "cuda":
+            mode = {"compile": False, "trace": True} if self.graphs else {"eager": True}
+        base = self.setup.rollout(**mode) if engine == "rollout" else self.setup.training()
+        job = Job(engine, self.family, self.checkpoint, contract, self.kernels, {**base, **(self.settings.get(engine) or {})})
+        directory = self.directory / "jobs" / (engine if engine not in self.sessions else f"{engine}-{self.starts}")
+        self.starts += 1
+        session = Session(job, directory, sandbox=self.sandbox, **self.setup.session(self.kernels, [self.directory.resolve()]))
+        self.sessions[engine] = self._stack.enter_context(session)
+
+    def _rebind(self, engine: Engine, contract: Contract) -> None:
+        """Waits until the engine holds other implementations."""
+        self._bound[engine] = _binding(contract, engine)
+        if engine == "training" or not self.graphs:
+            self.ask(engine, {"kind": "bind", "contract": contract.as_dict()})
+            return
+        self.sessions[engine].close()
+        self._start(engine, contract)
+        if self.holds[engine] is not None:
+            self.ask(engine, {"kind": "reload", "checkpoint": str(self.holds[engine])})
 
     def __enter__(self) -> EnginePair:
         return self
@@ -99,21 +121,28 @@ class EnginePair:
     def bind(self, contract: Contract) -> None:
         for engine in ENGINES:
             if self._bound[engine] != _binding(contract, engine):
-                self.ask(engine, {"kind": "bind", "contract": contract.as_dict()})
-                self._bound[engine] = _binding(contract, engine)
+                self._rebind(engine, contract)
 
     def fetch(self, wanted: Sequence[tuple[Run, Contract]], dump: Sequence[str] = ()) -> None:
         """Makes the traces that are not there yet, on both engines at the same time. All must be for the weights the engines hold now."""
-        tickets = []
+        tickets: list[tuple[Session, Ticket, tuple | None, Run]] = []
         for run, contract in dict.fromkeys((run, _Hashable(contract)) for run, contract in wanted):
             key = self._key(run, contract.contract)
             if key in self._traces and not set(dump) - set(self._traces[key].dumps):
                 continue
-            session, binding = self.sessions[run.engine], _binding(contract.contract, run.engine)
+            binding = _binding(contract.contract, run.engine)
+            if self._bound[run.engine] != binding and self.graphs and run.engine == "rollout":
+                self._collect(tickets)
+                tickets.clear()
+                self._rebind(run.engine, contract.contract)
+            session = self.sessions[run.engine]
             if self._bound[run.engine] != binding:
                 tickets.append((session, session.submit({"kind": "bind", "contract": contract.contract.as_dict()}), None, run))
                 self._bound[run.engine] = binding
             tickets.append((session, session.submit(run.step(self.requests, list(dump) or self._dump[run.engine])), key, run))
+        self._collect(tickets)
+
+    def _collect(self, tickets: Sequence[tuple[Session, Ticket, tuple | None, Run]]) -> None:
         for session, ticket, key, run in tickets:
             answer = session.wait(ticket)
             if key is not None:

@@ -39,8 +39,8 @@ LONG = (8, 11, 13, 15, 16)
 CHUNK = 15
 HAPPENED = {"preempt_every": "preemptions", "chunk": "prefill_chunks", "prefix_cache": "cached_tokens"}
 """option of a run -> counter that says whether the engine did it"""
-PATIENCE = 38.0
-"""seconds, with both engines up, after which no further divergence behind the first of a dimension is looked for"""
+PATIENCE = {"cpu": 38.0, "cuda": 240.0}
+"""device -> seconds, with both engines up, after which no further divergence behind the first of a dimension is looked for"""
 DEPTH = 12
 """most divergences per dimension"""
 
@@ -60,6 +60,8 @@ class LocalizeRequest(BaseModel):
     """None: all that one machine can run"""
     seed: str = "localize"
     """of the prompts and the sampling; the same seed gives the same ones"""
+    graphs: bool = False
+    """on a GPU: trace inside CUDA graphs instead of eagerly; a rollout is then started anew for every substitution"""
     repros: bool = True
     """also cut each divergence down while the engines are up, which spares `repro` their start"""
 
@@ -79,7 +81,8 @@ def localize(request: LocalizeRequest, progress: Callable[[Any], None] = lambda 
     begun = time.monotonic()
     facts = read_facts(request.checkpoint)
     setup = Setup(request.family, request.scale, request.checkpoint)
-    with EnginePair(request.family, request.checkpoint, request.kernels, request.contract, request.work_dir, sandbox, setup) as pair:
+    with EnginePair(request.family, request.checkpoint, request.kernels, request.contract, request.work_dir, sandbox, setup,
+                    graphs=request.graphs) as pair:
         pair.wait(lambda: progress("starting both engines"))
         report = locate(pair, request.contract, facts, request.dimensions, request.seed, progress, begun)
         if request.repros:
@@ -181,7 +184,7 @@ class _Localization:
                 return contract, True
             contract, divergence = self._examine(dimension, pairs, found, contract, order)
             self.report.divergences.append(divergence)
-            if not divergence.confirmed or time.monotonic() - self.ready > PATIENCE:
+            if not divergence.confirmed or time.monotonic() - self.ready > PATIENCE[self.pair.setup.device]:
                 return contract, divergence.confirmed and divergence.next_site is None
         return contract, False
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from agent.checkout import PATCH, Applied, Checkout
 from agent.errors import UserError
+from agent.kernel_source import inspect_source
 from agent.tools.diffs import check_kinds, check_path, check_text, explain, numstat_paths
 from agent.workspace import call_git, write_atomic
 from consistency.contract import Contract, ContractError
@@ -93,6 +94,8 @@ def check(request: PatchRequest) -> Checked:
     for name, text in request.files.items():
         check_path(tree, name, [f"{KERNELS}/*.py"])
         check_text(name, text)
+        if found := inspect_source(name.removeprefix(f"{KERNELS}/"), text):
+            raise UserError(f"patch refused: {found[0]} [{found[0].rule}]; a kernel computes tensors from tensors and has no use for that")
     diffed, engine = [], None
     if request.diff is not None:
         if checkout := Checkout.of(tree):

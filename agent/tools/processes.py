@@ -27,8 +27,10 @@ _PAGES = ("the exact Mamba2 state also keeps a copy in bf16 and the inputs of an
           "pages of the same size")
 _ROOM = "how many blocks fit follows from the size of a page and from the memory that is free at the start; both arms hold every timed request"
 EXPLAINED: dict[str, str] = {
-    "num_blocks": _ROOM, "block_size": _PAGES, "live.cache_config.block_size": _PAGES, "live.cache_config.mamba_block_size": _PAGES,
-    "live.cache_config.mamba_page_size_padded": _PAGES, "live.cache_config.hash_block_size": _PAGES}
+    "num_blocks": _ROOM, "live.cache_config.kv_cache_max_concurrency": _ROOM, "live.cache_config.kv_cache_size_tokens": _ROOM,
+    "block_size": _PAGES, **{f"live.cache_config.{name}": _PAGES for name in (
+        "block_size", "mamba_block_size", "mamba_page_size_padded", "hash_block_size", "effective_attention_block_size",
+        "cache_hit_alignment_tokens")}}
 """On a GPU: paths of the resolved configuration in which stock and candidate may differ besides the contract, and why; each is in the verdict."""
 
 

@@ -7,12 +7,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from agent.device import GPU_MEMORY_BYTES, caches
 from agent.errors import JobFailed, UserError
 from agent.tools.divergence import Divergence
 from consistency.contract import Contract
@@ -89,7 +91,12 @@ def check_repros(directories: Sequence[Path], contract: Contract | None = None, 
             path.write_text(contract.dumps(), encoding="utf-8")
             options += ["--contract", str(path)]
         limits = Limits(wall_seconds=SECONDS, readable=(Path(scratch), *_given(kernels), *(d.resolve() for d in directories)))
-        code, text = _run(["-m", "consistency.repro", *options, *(str(d.resolve()) for d in directories)], sandbox, limits)
+        on_gpu = any('"device": "cuda"' in path.read_text(encoding="utf-8") for d in directories if (path := d / "repro.json").is_file())
+        environment: dict[str, str] = {}
+        if on_gpu:
+            root, environment = caches(kernels)
+            limits = replace(limits, memory_bytes=GPU_MEMORY_BYTES, writable=(root,))
+        code, text = _run(["-m", "consistency.repro", *options, *(str(d.resolve()) for d in directories)], sandbox, limits, environment)
         said = [json.loads(line) for line in text.splitlines() if line.startswith('{"folder"')]
         if code or len(said) != len(directories):
             raise JobFailed(f"checking {directories[min(len(said), len(directories) - 1)].name} ended with exit code {code}", directories[0],
@@ -101,11 +108,11 @@ def _given(kernels: Path | None) -> tuple[Path, ...]:
     return () if kernels is None else (kernels.resolve(),)
 
 
-def _run(arguments: Sequence[str], sandbox: Sandbox | None, limits: Limits) -> tuple[int, str]:
+def _run(arguments: Sequence[str], sandbox: Sandbox | None, limits: Limits, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Exit code and output of a Python process in a sandbox."""
     directory = Path(tempfile.mkdtemp(prefix="repro-job-"))
     try:
-        handle = (sandbox or choose()).start([sys.executable, *arguments], directory, {}, limits)
+        handle = (sandbox or choose()).start([sys.executable, *arguments], directory, environment or {}, limits)
         try:
             while (code := handle.poll()) is None:
                 time.sleep(0.02)

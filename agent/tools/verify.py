@@ -27,6 +27,7 @@ from agent.model_facts import read_facts
 from agent.oracle import Table
 from agent.rules import Objection
 from agent.session import Answer, Session
+from agent.tools import selftest
 from agent.tools.processes import TIMED, Roster, without_explained
 from agent.tools.throughput import Run, Timings, measure_throughput, paired, timed_alone
 from agent.tracks import Track, run_tracks
@@ -136,6 +137,11 @@ class _Verification:
     def run(self) -> VerifyReport:
         request, begun = self.request, time.monotonic()
         self.void += inspect_kernels(request.kernels) if request.kernels else []
+        if selftest.needed(self.roster.setup) and not self.void:
+            self._say("engines", "self-test")
+            said, objections = selftest.selftest(self.roster.setup, request.directory / "jobs" / "self-test", self.sandbox, self._heartbeat)
+            self.environment["self-test"] = said
+            self.inexact += objections
         throughput = None if self.void else self._measure()
         accuracy = None if self.void and not self.tables else self._accuracy()
         controls = [self._control(control) for control in self.matrix.controls]

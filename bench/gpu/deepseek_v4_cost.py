@@ -173,18 +173,30 @@ def _attention_fp32() -> AbstractContextManager:
     return _patch(FLASHMLA + "flash_mla_sparse_fwd", attend)
 
 
-def _selected_sorted() -> AbstractContextManager:
+@contextmanager
+def _selected_sorted() -> Iterator[None]:
+    """The keys that the indexer selects in ascending order, in prefill and in decode."""
     import vllm._custom_ops as ops
+    from vllm.model_executor.layers.indexer_topk import SparseIndexerTopk
 
-    stock = ops.top_k_per_row_prefill
+    prefill, decode = ops.top_k_per_row_prefill, SparseIndexerTopk.forward
 
-    def ascending(scores, starts, ends, indices, *rest):
-        stock(scores, starts, ends, indices, *rest)
+    def sort(indices: torch.Tensor) -> None:
         last = torch.iinfo(torch.int32).max
         ordered = torch.where(indices < 0, last, indices).sort(-1).values
         indices.copy_(torch.where(ordered == last, -1, ordered))
 
-    return _patch("vllm._custom_ops.top_k_per_row_prefill", ascending)
+    def prefill_sorted(logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, *rest):
+        prefill(logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, *rest)
+        sort(raw_topk_indices)
+
+    def decode_sorted(self, logits, seq_lens, next_n, topk_indices, topk_tokens, max_seq_len):
+        decode(self, logits, seq_lens, next_n, topk_indices, topk_tokens, max_seq_len)
+        sort(topk_indices)
+
+    with _patch("vllm._custom_ops.top_k_per_row_prefill", prefill_sorted), \
+            _patch(LAYERS + "indexer_topk.SparseIndexerTopk.forward", decode_sorted):
+        yield
 
 
 def _index_scores_fp32() -> AbstractContextManager:
@@ -257,6 +269,7 @@ def _log_softmax_torch() -> AbstractContextManager:
     return _patch("vllm.v1.worker.gpu.sample.logprob.compute_token_logprobs", scores)
 
 
+SELECTED = "indexer: selected keys ascending"
 SUBSTITUTIONS: dict[str, tuple[str, str, Substitution]] = {
     "FP8 linear: DeepGEMM for every row count": ("linear", "route", _linears(linear.deep_gemm)),
     "FP8 linear: FlashInfer for every row count": ("linear", "route", _linears(linear.flash_infer)),
@@ -271,7 +284,7 @@ SUBSTITUTIONS: dict[str, tuple[str, str, Substitution]] = {
     "q and kv norm: rounded before the weight": ("rms_norm", "contract", _norm_rounds_first),
     "attention: keys in reverse order": ("attention", "route", _keys_reversed),
     "attention: fp32": ("attention", "contract", _attention_fp32),
-    "indexer: selected keys ascending": ("indexer", "route", _selected_sorted),
+    SELECTED: ("indexer", "route", _selected_sorted),
     "indexer: scores in fp32": ("indexer", "contract", _index_scores_fp32),
     "router: the kernel for few rows": ("router", "route", _gate(_gate_for_few)),
     "router: fp32 operands": ("router", "contract", _gate(_fp32)),

@@ -11,6 +11,7 @@ checkpoint (28 GB with FP8 experts, 16 GB with MXFP4) and the kernels that are c
 
 import argparse
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -32,25 +33,29 @@ from safetensors.torch import load_file, save_file
 from bench.gpu.measure import complete_pythonpath, write_results
 from consistency.models import deepseek_v4 as family
 
-STEPS = ("checkpoint", "eager", "graphs", "restart", "training", "cost")
+STEPS = ("checkpoint", "eager", "graphs", "restart", "training", "cost", "candidates")
 NEW_TOKENS = 64
 CLASSES = {"short": [16 + 8 * i for i in range(24)], "middle": [650, 700, 750, 800], "long": [2200, 2300, 2400, 2500]}
 """Prompt lengths. From 128 tokens on a heavily compressed entry exists, from 2052 on the indexer leaves candidates out."""
-ALONE = (0, 5, 10, 15, 20, 23, 24, 27, 28, 31)
+ALONE = (0, 15, 24, 28)
+"""requests that also run alone, one with 16, 136, 650 and 2200 tokens: each new length compiles kernels"""
 THROUGHPUT, PROMPT, DECODE = (256, 32, 8), 64, 128
 """requests at once; tokens of each prompt; tokens sampled for each"""
+CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+"""batch sizes of the captured graphs, fewer than by default: each capture compiles"""
 CHECKPOINT_BYTES = 32 << 30
 RESUMED = ("cost",)
 """steps that keep the rows of earlier calls and measure what is missing"""
-CACHE_BYTES = 8 << 30
+CACHE_BYTES = 4 << 30
 """key-value cache of an engine whose memory is limited"""
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
                "VLLM_DEEP_GEMM_WARMUP": "skip"}
 """The engine in the process that measures it, no sampler that is compiled for minutes, GEMMs compiled when first called. The caller's own
 variables win."""
 JIT_PACKAGES = ("tilelang", "nvidia-cutlass-dsl", "flashinfer-python", "apache-tvm-ffi", "transformers", "accelerate")
-LOG_LINES = re.compile(r"(using|selected) .*(backend|kernel)|expert_dtype|indexer|cudagraph|kv cache size|loading took|deepgemm|warm", re.I)
-"""lines of a log that say which kernels were chosen"""
+LOG_LINES = re.compile(r"\] ((?:using|selected) .*(?:backend|kernel|indexer cache).*|.*expert_dtype.*|gpu kv cache size.*|model loading took.*"
+                       r"|deepgemm .*|init engine.*|graph capturing finished.*|.*decode path.*)", re.I)
+"""what a log says about the kernels that were chosen and how long they took to compile"""
 
 
 def prompts() -> list[list[int]]:
@@ -113,13 +118,24 @@ class Results:
             return None
         started = time.monotonic()
         try:
-            value = function()
+            with self.alone_on_device():
+                value = function()
         except Exception as error:
             traceback.print_exc()
             self.add(measurement, failed=f"{type(error).__name__}: {error}"[:1500])
             return None
         print(f"{measurement}: {time.monotonic() - started:.1f} s", flush=True)
         return value
+
+    @contextlib.contextmanager
+    def alone_on_device(self):
+        """Measurements of processes that were given the same --lock take turns; what else they do does not."""
+        if self.options.lock is None:
+            yield
+            return
+        with self.options.lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def keep(self, name: str, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Stores arrays for the steps that compare with them."""
@@ -141,12 +157,13 @@ class Rollout:
 
         self.vllm = vllm
         memory: dict = {"gpu_memory_utilization": 0.6}
+        graphs: dict = {} if eager else {"compilation_config": {"cudagraph_capture_sizes": CAPTURED}}
         if memory_gib is not None:
             # a cache of fixed size: what other processes allocate and free meanwhile does not count
             memory = {"gpu_memory_utilization": round(0.7 * limit_memory(memory_gib), 3), "kv_cache_memory_bytes": CACHE_BYTES}
         # pages of 256 tokens are the only ones its kernels take
         self.llm = vllm.LLM(str(folder), skip_tokenizer_init=True, enforce_eager=eager, kv_cache_dtype="fp8", block_size=256, max_model_len=4096,
-                            max_num_seqs=256, enable_prefix_caching=False, disable_log_stats=True, **memory)
+                            max_num_seqs=256, enable_prefix_caching=False, disable_log_stats=True, **memory, **graphs)
 
     def generate(self, requests: list[int]) -> dict[str, torch.Tensor]:
         """Samples NEW_TOKENS tokens of each of these requests, together; the seed belongs to the request."""
@@ -211,14 +228,33 @@ def memory() -> dict[str, float]:
     return {name: count / 2**30 for name, count in used.items()}
 
 
+def start(results: Results, eager: bool) -> Rollout | None:
+    """The engine, or None and a row that says why not."""
+    try:
+        return Rollout(checkpoint_folder(results.options), eager, results.options.memory_gib)
+    except Exception as error:
+        traceback.print_exc()
+        results.add("start", failed=f"{type(error).__name__}: {error}"[:1500])
+        return None
+
+
 def rollout_step(options: argparse.Namespace) -> None:
-    """eager, graphs and restart: start, generate, and compare with other schedules, other runs and other processes."""
-    results, everything = Results(options), list(range(len(prompts())))
-    started = time.monotonic()
-    rollout = results.guarded("start", lambda: Rollout(checkpoint_folder(options), options.step == "eager", options.memory_gib))
+    """eager, graphs, candidates and restart: start, generate, and compare with other schedules, other runs and other processes."""
+    results, started = Results(options), time.monotonic()
+    rollout = start(results, options.step in ("eager", "candidates"))
     if rollout is None:
         return
     results.add("start", seconds=round(time.monotonic() - started, 1), **memory())
+    with contextlib.ExitStack() as stack:
+        if options.step == "candidates":
+            from bench.gpu.deepseek_v4_candidates import candidates
+
+            stack.enter_context(candidates())
+        compare_schedules(options, results, rollout)
+
+
+def compare_schedules(options: argparse.Namespace, results: Results, rollout: Rollout) -> None:
+    everything = list(range(len(prompts())))
     results.guarded("engine", lambda: results.add("engine", **rollout.engine()))
     first = results.guarded("generate", lambda: results.keep("generate", rollout.generate(everything)))
     if first is None:
@@ -238,6 +274,9 @@ def rollout_step(options: argparse.Namespace) -> None:
         return
     results.guarded("run to run", lambda: results.compare("run to run", first, rollout.generate(everything)), reserve=20)
 
+    for count in THROUGHPUT if options.step == "graphs" else ():
+        results.guarded("throughput", lambda count=count: results.add("throughput", **rollout.throughput(count)), reserve=30)
+
     def alone() -> None:
         singles = [rollout.generate([i]) for i in ALONE]
         together = {name: torch.cat([one[name] for one in singles]) for name in singles[0]}
@@ -252,23 +291,23 @@ def rollout_step(options: argparse.Namespace) -> None:
         results.guarded("prefill alone against batched", alone_by_prefill, reserve=20)
         results.guarded("control", lambda: results.compare(
             "control: one prompt token changed", score, rollout.score(everything, first["token"], wrong_prompt=True)), reserve=10)
-    for count in THROUGHPUT if options.step == "graphs" else ():
-        results.guarded("throughput", lambda count=count: results.add("throughput", **rollout.throughput(count)), reserve=30)
 
 
 def cost_step(options: argparse.Namespace) -> None:
     """Replaces one operator at a time and scores the same tokens by prefill: a row per substitution, and none where nothing was replaced."""
-    from bench.gpu.deepseek_v4_cost import SUBSTITUTIONS
+    from bench.gpu.deepseek_v4_cost import SELECTED, SUBSTITUTIONS
 
     results, everything = Results(options), list(range(len(prompts())))
-    source = next((step for step in ("eager", "graphs", "restart") if results.kept(step, "generate")), None)
-    if source is None:
-        raise SystemExit("no sampled tokens to score: run the step eager or graphs first, with the same --out")
-    token = results.kept(source, "generate")["token"]
     done = {row["measurement"] for row in results.rows}
-    rollout = results.guarded("start", lambda: Rollout(checkpoint_folder(options), True, options.memory_gib))
+    rollout = start(results, eager=True)
     if rollout is None:
         return
+    source = next((step for step in ("eager", "graphs", "restart", "cost") if results.kept(step, "generate")), None)
+    sampled = results.kept(source, "generate") if source else results.guarded(
+        "generate", lambda: results.keep("generate", rollout.generate(everything)))
+    if sampled is None:
+        return
+    token = sampled["token"]
     stock = results.guarded("stock", lambda: rollout.score(everything, token))
     if stock is None:
         return
@@ -278,9 +317,23 @@ def cost_step(options: argparse.Namespace) -> None:
             scored = rollout.score(everything, token)
         results.add(name, operator=operator, kind=kind, **compare(stock, scored))
 
-    for name, (operator, kind, substitution) in ({"nothing replaced": ("-", "route", contextlib.nullcontext)} | SUBSTITUTIONS).items():
+    def twice(name: str, run: Callable, substitution: Callable) -> None:
+        with substitution():
+            results.add(name, operator="indexer", kind="runs", **compare(run(), run()))
+
+    long = list(range(len(prompts())))[classes()["long"]]
+    runs = {"scored": lambda: rollout.score(everything, token), "generated, long prompts": lambda: rollout.generate(long)}
+    todo: dict[str, Callable] = {}
+    for label, run in runs.items():
+        todo[f"two runs, {label}"] = lambda n, run=run: twice(n, run, contextlib.nullcontext)
+        todo[f"two runs, {label}, {SELECTED}"] = lambda n, run=run: twice(n, run, SUBSTITUTIONS[SELECTED][2])
+    for name, (operator, kind, substitution) in SUBSTITUTIONS.items():
+        todo[name] = lambda n, o=operator, k=kind, s=substitution: measure(n, o, k, s)
+    todo["control: one prompt token changed"] = lambda n: results.add(
+        n, operator="-", kind="control", **compare(stock, rollout.score(everything, token, wrong_prompt=True)))
+    for name, measurement in todo.items():
         if name not in done:
-            results.guarded(name, lambda n=name, o=operator, k=kind, s=substitution: measure(n, o, k, s), reserve=20)
+            results.guarded(name, lambda n=name, m=measurement: m(n), reserve=20)
 
 
 # ---- checkpoint and training ----------------------------------------------------------------------------------------
@@ -318,7 +371,7 @@ def checkpoint_step(options: argparse.Namespace) -> None:
 def training_step(options: argparse.Namespace) -> None:
     """transformers' forward in train mode with gradients on, request by request, on the tokens that the rollout sampled."""
     results = Results(options)
-    source = next((step for step in ("graphs", "eager", "restart") if results.kept(step, "generate")), None)
+    source = next((step for step in ("graphs", "eager", "restart", "cost") if results.kept(step, "generate")), None)
     if source is None:
         raise SystemExit("no sampled tokens to score: run the step eager or graphs first, with the same --out")
     rollout = results.kept(source, "generate")
@@ -400,6 +453,7 @@ def run_step(options: argparse.Namespace, step: str, seconds: float) -> None:
     command = [sys.executable, "-m", "bench.gpu.deepseek_v4_slice", "--step", step, "--seconds", str(seconds - 10), "--out", str(options.out),
                "--work", str(options.work), "--experts", options.experts]
     command += [] if options.memory_gib is None else ["--memory-gib", str(options.memory_gib)]
+    command += [] if options.lock is None else ["--lock", str(options.lock)]
     with log.open("w") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, env={**ENVIRONMENT, **os.environ})
         try:
@@ -411,7 +465,9 @@ def run_step(options: argparse.Namespace, step: str, seconds: float) -> None:
     text = log.read_text(errors="replace")
     if result.exists():
         stored = json.loads(result.read_text())
-        stored |= {"exit": code, "log": [line.strip()[-300:] for line in text.splitlines() if LOG_LINES.search(line)][:60]}
+        limit = [] if options.memory_gib is None else [f"--memory-gib {options.memory_gib:g}"]
+        asked = " ".join(["python -m bench.gpu.deepseek_v4_slice --experts", options.experts, "--steps", step, *limit])
+        stored |= {"command": asked, "exit": code, "log": list(dict.fromkeys(match[1][:300] for match in LOG_LINES.finditer(text)))}
         result.write_text(json.dumps(stored, indent=1) + "\n")
         print("\n".join(describe(row) for row in stored["rows"]), flush=True)
     if code != "0":
@@ -425,6 +481,7 @@ def main() -> None:
     parser.add_argument("--experts", choices=family.EXPERTS, default="fp8")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="in order; a step that failed does not stop the next")
     parser.add_argument("--memory-gib", type=float, help="limit of a process that shares the device; default: the whole device")
+    parser.add_argument("--lock", type=pathlib.Path, help="file that makes measurements of several such processes take turns")
     parser.add_argument("--minutes", type=float, default=9.0, help="for the whole call")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=530.0, help=argparse.SUPPRESS)

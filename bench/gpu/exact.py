@@ -23,16 +23,17 @@ from typing import Any
 import numpy as np
 
 from agent import checkpoint as checkpoints
-from agent import oracle
+from agent import models, oracle
 from agent.arrays import LogProbs
-from agent.device import Setup
+from agent.device import Setup, gpus
 from agent.errors import JobFailed
 from agent.files import write_atomic
 from agent.model_facts import read_facts
 from agent.session import Session
 from agent.tools.engines import EnginePair
 from agent.tools.localize import locate
-from agent.tools.traces import Run, Trace, compare
+from agent.tools.traces import Trace
+from bench.gpu import first_site
 from consistency.contract import Contract
 from consistency.models.catalog import FAMILIES
 from consistency.operators import catalog
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument("--also", action="append", default=[], help="further contracts, bound in the running engines (eager only); may be repeated")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs and compile, as stock; default: eager")
     parser.add_argument("--no-compile", action="store_true", help="with --graphs: graphs without compile")
+    parser.add_argument("--trace-graphs", action="store_true", help="graphs without compile that also write fingerprints, so that they can be traced")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="further rollout engine setting; may be repeated")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--new-tokens", type=int, default=48)
@@ -139,6 +141,7 @@ class Experiment:
 
     def _plan(self) -> dict[str, Any]:
         options = self.options
+        models.require_engines(models.resolve(options.model, options.scale, bool(gpus()))[1].device)
         self.checkpoint = options.checkpoint or checkpoints.seeded(options.model, options.scale)
         self.facts = read_facts(self.checkpoint)
         sizes = SIZES[options.scale]
@@ -162,13 +165,14 @@ class Experiment:
     def _start(self, folder: Path, engines: list[str]) -> bool | None:
         """Both at once if they fit together; one that does not come up does not keep the other from being measured."""
         options = self.options
-        rollout: dict[str, Any] = {} if self.device == "cpu" else {"eager": not options.graphs}
-        if options.graphs and self.device == "cuda":
-            rollout["compile"] = not options.no_compile
+        rollout: dict[str, Any] = {}
+        if self.device == "cuda" and not options.trace_graphs:
+            rollout = {"eager": not options.graphs} | ({"compile": not options.no_compile} if options.graphs else {})
         for text in options.set:
             key, _, value = text.partition("=")
             rollout[key] = json.loads(value)
-        pair = EnginePair(options.model, self.checkpoint, None, self.contract, folder, setup=self.setup, settings={"rollout": rollout}, only=engines)
+        pair = EnginePair(options.model, self.checkpoint, None, self.contract, folder, setup=self.setup, settings={"rollout": rollout}, only=engines,
+                          graphs=options.trace_graphs)
         self.pairs.append(pair)
         began = time.monotonic()
         for engine, session in pair.sessions.items():
@@ -267,7 +271,7 @@ class Experiment:
                 tokens, mismatches = oracle.compare(base, table)
                 found = oracle.difference(base, table)
                 results[label] = {"tokens": tokens, "mismatches": mismatches, "max_abs": found.max_abs, "k3": found.k3,
-                                  "seconds": round(answer.seconds, 2), **_where(base, table, self.requests),
+                                  "seconds": round(answer.seconds, 2), **first_site.tokens(base, table, self.requests),
                                   **{k: v for k, v in answer.data.items() if k in ("preemptions", "prefill_chunks", "steps", "grad_norm")}}
                 say(f"  {name:24} {label:28} {mismatches:6} of {tokens:6} differ, max {found.max_abs:.3g} {results[label].get('first', '')}")
             except Exception as error:
@@ -298,53 +302,30 @@ class Experiment:
 
         Traces are kept, so that engines which run one after the other are compared all the same.
         """
-        chosen, rows = [], 0
-        for i in sorted(range(len(self.requests)), key=lambda i: (len(self.requests[i]["prompt"]) < 8, len(self.requests[i]["prompt"]))):
-            length = len(self.requests[i]["prompt"]) + len(self.requests[i]["tokens"])
-            if rows + length <= TRACED_ROWS and len(chosen) < 9:
-                chosen.append(i)
-                rows += length
-        short = [{"prompt": self.requests[i]["prompt"], "tokens": self.requests[i]["tokens"][:24]} for i in chosen]
-        lengths = [len(r["prompt"]) + len(r["tokens"]) for r in short]
-        everyone = tuple(range(len(short)))
-        alone = everyone[:2]
-        packed = (("layout", "packed"), ("micro_batch", len(short)))
-        runs = {
-            "decode": Run("rollout", "decode", everyone), "decode again": Run("rollout", "decode again", everyone, turn=1),
-            "alone": Run("rollout", "alone", alone, (("groups", tuple((i,) for i in range(len(alone)))),)),
-            "prefill": Run("rollout", "prefill", everyone, (("mode", "prefill"),)), "packed": Run("training", "packed", everyone, packed)}
+        requests = first_site.choose(self.requests, TRACED_ROWS)
+        lengths = [len(r["prompt"]) + len(r["tokens"]) for r in requests]
         traces = self.traces.setdefault(name, {})
         said: dict[str, Any] = self.result.setdefault("traces", {}).setdefault(name, {})
-        for label, run in runs.items():
+        for label, run in first_site.runs(len(requests)).items():
             if run.engine not in self.sessions:
                 continue
             try:
-                traces[label] = Trace(run, self.ask(run.engine, run.step(short, [])), lengths)
+                traces[label] = Trace(run, self.ask(run.engine, run.step(requests, [])), lengths)
             except Exception as error:
                 said[label] = {"failed": str(error)[:2500], "traceback": getattr(error, "log_tail", "")[-4000:]}
                 say(f"  trace {label} FAILED: {str(error)[:1500]}")
-        for dimension, left, right in (("determinism", "decode", "decode again"), ("batch", "decode", "alone"), ("phase", "decode", "prefill"),
-                                       ("engine", "decode", "packed"), ("engine, prefill", "prefill", "packed")):
+        for dimension, left, right in first_site.PAIRS:
             if left in traces and right in traces:
-                found = compare(traces[left], traces[right])
-                unequal = [c for c in found.counts if c.differing]
-                row = int(np.flatnonzero(found.unequal)[0]) if found.first else None
-                starts = np.cumsum([0, *lengths])
-                request = None if row is None else int(np.searchsorted(starts, row, side="right")) - 1
-                said[dimension] = {
-                    "first": found.first.key if found.first else None, "operator": found.first.operator if found.first else None,
-                    "first_row": None if row is None else [request, int(row - starts[request]), len(short[request]["prompt"])],
-                    "unequal_sites": [f"{c.site} {c.differing}/{c.rows}" for c in unequal[:60]], "sites": len(found.counts),
-                    "without_rows": [c.site for c in found.counts if not c.rows][:20], "only_one_side": found.only_one[:40]}
-                say(f"  {name} {dimension}: first {said[dimension]['first']} ({said[dimension]['operator']}) at {said[dimension]['first_row']}; "
-                    f"{len(unequal)} of {len(found.counts)} sites; {', '.join(said[dimension]['unequal_sites'][:6])}")
-                if found.only_one:
-                    say(f"    only one side has {', '.join(found.only_one[:8])}")
+                found = said[dimension] = first_site.part(traces[left], traces[right], requests)
+                say(f"  {name} {dimension}: first {found['first']} ({found['operator']}) at {found['first_row']}; "
+                    f"{len(found['unequal_sites'])} of {found['sites']} sites; {', '.join(found['unequal_sites'][:6])}")
+                if found["only_one_side"]:
+                    say(f"    only one side has {', '.join(found['only_one_side'][:8])}")
         return said
 
     def _other(self, name: str, trace: bool = True) -> dict[str, Any]:
         contract = self._contract(name)
-        if self.options.graphs and self.device == "cuda":
+        if (self.options.graphs or self.options.trace_graphs) and self.device == "cuda":
             raise ValueError("a captured graph keeps the implementations it was captured with; leave out --graphs")
         try:
             for engine in self.sessions:
@@ -410,19 +391,6 @@ class Experiment:
     def _write(self) -> None:
         self.result["seconds"] = round(time.monotonic() - self.begun, 1)
         write_atomic(self.options.out.resolve(), json.dumps(self.result, indent=1, default=str).encode())
-
-
-def _where(left: oracle.Table, right: oracle.Table, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """First token that differs, how the differing ones spread over requests, and the share of requests' first tokens that differ."""
-    a, b = oracle.overlap(left, right)
-    unequal = a.bits() != b.bits()
-    if not unequal.any():
-        return {}
-    request, position = (a.key[unequal] >> 32), a.key[unequal] & 0xFFFFFFFF
-    first = int(request[0])
-    return {"first": f"request {first}, token {int(position[0])} after {len(requests[first]['prompt'])} prompt tokens: "
-                     f"{a.logprob[unequal][0]:.6f} {b.logprob[unequal][0]:.6f}",
-            "requests_differing": len(np.unique(request)), "first_tokens_differing": int((position == 0).sum())}
 
 
 class _TimeIsUp(BaseException):

@@ -3,6 +3,7 @@
 import datetime
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -21,7 +22,9 @@ FAMILIES = ("nemotron-3.5", "qwen3", "deepseek-v4")
 OPERATORS = ("linear", "rms_norm", "gated_rms_norm", "router", "relu_squared", "silu_and_mul", "causal_conv1d", "mamba2_scan", "moe_experts",
              "log_softmax", "rotary", "attention")
 DEEPSEEK_V4 = ("linear", "hyper_connection", "normalisation", "compressor", "indexer", "attention", "router", "moe_experts", "log_softmax")
-MODULES = (*("mamba2_cases" if name == "mamba2_scan" else name for name in OPERATORS), *(f"deepseek_v4.{name}" for name in DEEPSEEK_V4))
+MODULES = {"": tuple("mamba2_cases" if name == "mamba2_scan" else name for name in OPERATORS),
+           "deepseek-v4": tuple(f"deepseek_v4.{name}" for name in DEEPSEEK_V4)}
+"""family that has cases of its own, or the empty name -> modules below consistency.operators.cuda"""
 PACKAGES = ("torch", "triton", "vllm", "transformers")
 COLD_BYTES = 192 << 20
 """Inputs are copied until they exceed this: three times the L2 cache, so that weights come from memory as they do in a model."""
@@ -43,7 +46,8 @@ def complete_pythonpath() -> None:
 
 def load_cases(family: str | None = None, operators: list[str] | None = None) -> list[Case]:
     """Cases of `family` (all families if None) and of the named operators (all if None or empty)."""
-    cases = [c for name in MODULES for c in importlib.import_module(f"consistency.operators.cuda.{name}").CASES]
+    modules = itertools.chain(*MODULES.values()) if family is None else MODULES.get(family, MODULES[""])
+    cases = [c for name in modules for c in importlib.import_module(f"consistency.operators.cuda.{name}").CASES]
     return [c for c in cases if (family is None or family in c.families) and (not operators or c.operator in operators)]
 
 

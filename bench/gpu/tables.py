@@ -51,6 +51,7 @@ def stock_table(rows: list[dict]) -> list[str]:
             lines.append(f"| {name} | did not run: {reason} | | | | | | |")
             continue
         borders = ", ".join(f"{a}/{b}" for a, b in stock["borders"]) or ("never" if stock["equal"] else "a row alone")
+        borders = borders if stock["run_to_run"] else "from run to run"
         restart = {True: "equal", False: "differs", None: "-"}[row.get("restart_equal")]
         phases = row.get("phases", {})
         phase = "; ".join(f"{label} {'equal' if p['equal'] == p['of'] else format(p['equal'] / p['of'], '.1%')}" for label, p in phases.items())

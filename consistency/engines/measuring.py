@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 GROUPS: tuple[tuple[str, str], ...] = (
+    ("log_softmax and sampling", r"log_?soft_?max|logprob|gumbel|multinomial"),
     ("mamba2_scan", r"selective|chunk_scan|chunk_state|cumsum|state_passing|bmm_chunk|chunk_cb|_append_kernel|_row_kernel|mamba|ssd"),
     ("causal_conv1d", r"conv1d|_update_kernel"),
     ("router", r"topk|_segment_kernel|_logits_kernel|_select_kernel|router|sigmoid"),

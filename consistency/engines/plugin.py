@@ -39,8 +39,9 @@ def install(kernels: Path | None = None, device: str | None = None) -> Bindings:
         device = device or current_platform.device_type
         if vllm.__version__.split("+")[0] not in TESTED_VLLM:
             raise ContractError(f"vllm {vllm.__version__} is outside the tested range ({', '.join(TESTED_VLLM)}); install a tested version")
-        from consistency.engines import vllm_classes, vllm_patches
+        from consistency.engines import limits, vllm_classes, vllm_patches
 
+        limits.watch()
         vllm_classes.register()
         vllm_patches.apply()
         importlib.import_module(f"consistency.engines.vllm_{device}").apply()

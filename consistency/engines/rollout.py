@@ -14,8 +14,9 @@ from consistency.engines.arrays import arrays
 
 DEFAULTS = {"plugin": True, "max_num_seqs": 64, "max_model_len": 512, "max_num_batched_tokens": 2048, "logprobs_mode": "raw_logprobs",
             "enable_prefix_caching": True, "eager": True, "threads": 1, "device": "cpu", "compile": True, "runner": None,
-            "gpu_memory_utilization": 0.4, "capture_sizes": None}
-"""`compile`: torch.compile beside CUDA graphs, unless eager; `runner`: `v1`, `v2` or None; `capture_sizes`: batch sizes of the graphs"""
+            "gpu_memory_utilization": 0.4, "kv_cache_gib": None, "capture_sizes": None, "trace": False}
+"""`compile`: torch.compile beside CUDA graphs, unless eager; `runner`: `v1`, `v2` or None; `kv_cache_gib`: size of the caches, instead of what is
+left of the device's share; `capture_sizes`: batch sizes of the graphs; `trace`: graphs that also write fingerprints, without compile"""
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Rollout:
         from vllm import LLM
 
         torch.set_num_threads(settings["threads"])
+        tracers = self._graph_tracers()
         self.llm = LLM(
             str(checkpoint), enforce_eager=settings["eager"], skip_tokenizer_init=True, max_model_len=settings["max_model_len"],
             max_num_seqs=settings["max_num_seqs"], max_num_batched_tokens=settings["max_num_batched_tokens"],
@@ -64,6 +66,7 @@ class Rollout:
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.model = self.runner.model
+        self.graph_tracer = tracers[0] if tracers else None
         self.replays_traces = self.llm.llm_engine.vllm_config.model_config.enable_trace_replay
         self._count = 0
 
@@ -73,10 +76,30 @@ class Rollout:
 
         return {"logits_processors": [ForcedTokens]}
 
+    def _graph_tracers(self) -> list:
+        settings = self.settings
+        if not settings["trace"] or settings["eager"]:
+            return []
+        if settings["compile"] or settings["runner"] == "v1":
+            raise ValueError("'trace' records inside graphs of the V2 runner that are not compiled: set compile false, or eager true")
+        from consistency.engines import graph_trace
+
+        return graph_trace.install(self.family, settings["max_num_batched_tokens"])
+
+    def traced(self, recorder):
+        """Context in which every step is recorded."""
+        from consistency.engines import graph_trace, rollout_trace
+
+        if not self.settings["eager"] and self.graph_tracer is None:
+            raise ValueError("this engine replays graphs that were captured without fingerprints; start it with 'trace' or 'eager'")
+        return graph_trace.traced(self, recorder) if self.graph_tracer else rollout_trace.traced(self, recorder)
+
     def _cuda(self, contract: Contract) -> dict:
         """Engine arguments that only a GPU has."""
         settings = self.settings
         arguments: dict = {"gpu_memory_utilization": settings["gpu_memory_utilization"]}
+        if settings["kv_cache_gib"]:
+            arguments["kv_cache_memory_bytes"] = int(settings["kv_cache_gib"] * (1 << 30))
         # the V2 runner forces tokens itself
         arguments |= self._forced_tokens() if settings["runner"] == "v1" else {"enable_trace_replay": True}
         if settings["plugin"]:

@@ -19,14 +19,14 @@ _ROLES = {"causal_conv1d": "conv1d", "mamba2_scan": "scan"}
 @contextmanager
 def traced(rollout, recorder: Recorder):
     """While active, every step of `rollout` is recorded. Request ids must be `COUNT/INDEX` with the index of the request in the recorder."""
-    tracer = _Tracer(rollout, recorder)
+    tracer = HookTracer(rollout.runner, recorder)
     runner = rollout.runner
     if not hasattr(runner, "input_batch"):
         # the V2 runner keeps no batch: it is caught where it is made
         prepare_inputs = runner.prepare_inputs
         runner.prepare_inputs = lambda *a, **k: tracer.remember(prepare_inputs(*a, **k))
     handles = [rollout.model.register_forward_pre_hook(tracer.begin, with_kwargs=True)]
-    for module, calls in _by_module(rollout.model, family_module(rollout.family).vllm_sites(rollout.model)):
+    for module, calls in by_module(rollout.model, family_module(rollout.family).vllm_sites(rollout.model)):
         handles.append(module.register_forward_hook(tracer.hook(calls)))
     compute_logits = rollout.model.compute_logits
     rollout.model.compute_logits = lambda hidden, *a, **k: tracer.head(hidden, compute_logits(hidden, *a, **k))
@@ -46,7 +46,7 @@ def traced(rollout, recorder: Recorder):
             handle.remove()
 
 
-def _by_module(model, module_sites) -> list[tuple[torch.nn.Module, list[list]]]:
+def by_module(model, module_sites) -> list[tuple[torch.nn.Module, list[list]]]:
     """(module, sites per call): vLLM shares one stateless module (rotary, activation) between layers, which then call it in turn."""
     modules: dict[torch.nn.Module, dict[str, list]] = {}
     for module_site in module_sites:
@@ -54,78 +54,64 @@ def _by_module(model, module_sites) -> list[tuple[torch.nn.Module, list[list]]]:
     return [(module, list(paths.values())) for module, paths in modules.items()]
 
 
-class _Tracer:
-    def __init__(self, rollout, recorder: Recorder):
-        self.runner, self.recorder = rollout.runner, recorder
+class Tracer:
+    """What a module hook, an observer and the head have in common; a subclass says what becomes of the rows (`keep`)."""
+
+    recorder: Recorder | None = None
+
+    def __init__(self) -> None:
         self.decode_rows = 0
         self.calls: dict[torch.nn.Module, int] = {}
         self.final: dict[int, int] = {}
         self.head_rows: torch.Tensor | None = None
         self.batch = None
 
+    def keep(self, site: Site, rows: torch.Tensor, part: slice | None = None) -> None:
+        raise NotImplementedError
+
+    def listens(self) -> bool:
+        """Whether the forward that runs now is recorded."""
+        raise NotImplementedError
+
     def remember(self, batch):
+        """The V2 runner's batch of the coming step."""
         self.batch = batch
         return batch
 
-    def begin(self, module, args, kwargs) -> None:
-        """Maps the rows of the coming step to (request, position)."""
-        self.calls = {}
-        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
-        metadata = get_forward_context().attn_metadata
-        if metadata is None:
-            self.recorder.begin(torch.full((len(positions),), -1), torch.zeros(len(positions), dtype=torch.int64))
-            return
-        if self.batch is not None:
-            counts, names = self.batch.num_scheduled_tokens.tolist(), self.batch.req_ids
-        else:
-            starts = next(iter(m for m in metadata.values() if getattr(m, "query_start_loc", None) is not None), None)
-            counts = self._counts(metadata, starts)
-            names = self.runner.input_batch.req_ids[:len(counts)]
-        requests = [int(r.split("/")[1].split("-")[0]) for r in names]
+    def place_rows(self, names: list[str], counts: list[int], positions: torch.Tensor) -> None:
+        """Tells the recorder which token of which request each row of the step is."""
+        requests = [int(name.split("/")[1].split("-")[0]) for name in names]
         request = torch.repeat_interleave(torch.tensor(requests), torch.tensor(counts))
         padding = len(positions) - len(request)
         self.recorder.begin(torch.cat([request, torch.full((padding,), -1)]), positions.long().cpu())
-        mamba = [m for m in metadata.values() if hasattr(m, "num_decode_tokens") and hasattr(m, "num_prefills")]
-        self.decode_rows = mamba[0].num_decode_tokens if mamba else 0
         self.final = {}
 
-    def _counts(self, metadata, attention) -> list[int]:
-        if attention is not None:
-            return attention.query_start_loc.diff().tolist()
-        mamba = next(iter(metadata.values()))
-        prefill = [] if mamba.query_start_loc_p is None else mamba.query_start_loc_p.diff().tolist()
-        return [1] * mamba.num_decodes + prefill
+    @staticmethod
+    def decode_rows_of(metadata: dict) -> int:
+        mamba = [m for m in metadata.values() if hasattr(m, "num_decode_tokens") and hasattr(m, "num_prefills")]
+        return mamba[0].num_decode_tokens if mamba else 0
 
     def hook(self, calls: list[list]):
         """calls: the sites of the module's first call in a step, of its second, ..."""
         def record(module, args, output):
-            if self.recorder.index is None:
+            if not self.listens():
                 return
             turn = self.calls.get(module, 0)
             self.calls[module] = turn + 1
             for module_site in calls[turn % len(calls)]:
                 rows = module_site.take(output)
                 if rows is not None:
-                    self.recorder.record(module_site.site, rows)
-                    if module_site.site.role == "final_norm":
-                        self._remember_final(rows)
+                    self.keep(module_site.site, rows)
         return record
 
-    def _remember_final(self, rows: torch.Tensor) -> None:
-        self.final = dict(zip(fingerprint(rows).tolist(), self.recorder.index.tolist(), strict=False))
-
     def mamba(self, operator: str, prefix: str, rows: torch.Tensor, decode: bool) -> None:
-        if self.recorder.index is None:
-            return
-        layer = int(re.search(r"layers\.(\d+)\.", prefix).group(1))
-        site = Site(f"{layer:03d}.{_ROLES[operator]}", layer, operator, _ROLES[operator])
-        part = slice(0, self.decode_rows) if decode else slice(self.decode_rows, None)
-        self.recorder.record(site, rows, part)
+        if self.listens():
+            part = slice(0, self.decode_rows) if decode else slice(self.decode_rows, None)
+            self.keep(_layer_site(prefix, operator, _ROLES[operator]), rows, part)
 
     def experts(self, role: str, prefix: str, rows: torch.Tensor) -> None:
-        if self.recorder.index is not None:
-            layer = int(re.search(r"layers\.(\d+)\.", prefix).group(1))
-            self.recorder.record(Site(f"{layer:03d}.{role}", layer, {"router": "router", "experts": "moe_experts"}[role], role), rows)
+        if self.listens():
+            self.keep(_layer_site(prefix, {"router": "router", "experts": "moe_experts"}[role], role), rows)
 
     def head(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The head sees a selection of rows; a row is recognised by the fingerprint of its final norm."""
@@ -143,3 +129,48 @@ class _Tracer:
         self.recorder.index = self.head_rows
         self.recorder.record(Site(role, HEAD_LAYER, operator, role), rows)
         self.recorder.index = step
+
+
+class HookTracer(Tracer):
+    """Records at once, in a forward that runs in Python."""
+
+    def __init__(self, runner, recorder: Recorder):
+        super().__init__()
+        self.runner, self.recorder = runner, recorder
+
+    def listens(self) -> bool:
+        return self.recorder.index is not None
+
+    def begin(self, module, args, kwargs) -> None:
+        """Maps the rows of the coming step to (request, position)."""
+        self.calls = {}
+        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:
+            self.recorder.begin(torch.full((len(positions),), -1), torch.zeros(len(positions), dtype=torch.int64))
+            return
+        if self.batch is not None:
+            counts, names = self.batch.num_scheduled_tokens.tolist(), self.batch.req_ids
+        else:
+            starts = next(iter(m for m in metadata.values() if getattr(m, "query_start_loc", None) is not None), None)
+            counts = self._counts(metadata, starts)
+            names = self.runner.input_batch.req_ids[:len(counts)]
+        self.place_rows(names, counts, positions)
+        self.decode_rows = self.decode_rows_of(metadata)
+
+    def _counts(self, metadata, attention) -> list[int]:
+        if attention is not None:
+            return attention.query_start_loc.diff().tolist()
+        mamba = next(iter(metadata.values()))
+        prefill = [] if mamba.query_start_loc_p is None else mamba.query_start_loc_p.diff().tolist()
+        return [1] * mamba.num_decodes + prefill
+
+    def keep(self, site: Site, rows: torch.Tensor, part: slice | None = None) -> None:
+        self.recorder.record(site, rows, part)
+        if site.role == "final_norm":
+            self.final = dict(zip(fingerprint(rows).tolist(), self.recorder.index.tolist(), strict=False))
+
+
+def _layer_site(prefix: str, operator: str, role: str) -> Site:
+    layer = int(re.search(r"layers\.(\d+)\.", prefix).group(1))
+    return Site(f"{layer:03d}.{role}", layer, operator, role)

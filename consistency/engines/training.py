@@ -138,7 +138,7 @@ class Training:
         else:
             logits = self.logits(ids, layout)[rows]
         if how.temperature is not None:
-            # vLLM divides fp32 logits by an fp32 temperature.
+            # vLLM divides fp32 logits by an fp32 temperature on their device; by a scalar of the host, CUDA would multiply with its reciprocal.
             temperature = torch.tensor(how.temperature, dtype=torch.float32, device=logits.device)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         function, tokens = self.bindings.function("log_softmax"), torch.tensor([k[2] for k in keys], device=logits.device)

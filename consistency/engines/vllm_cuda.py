@@ -77,12 +77,12 @@ def apply() -> None:
 # ---- Mamba2 ---------------------------------------------------------------------------------------------------------
 
 def _replay_shapes(heads: int, dim: int, state: int, groups: int) -> tuple[tuple[int, ...], ...]:
-    """What a slot keeps beside vLLM's convolution and scan state: the fields of `Mamba2Cache` after the first, in order."""
-    return (heads, dim, state), (heads, CHUNK, dim), (groups, CHUNK, state), (heads, CHUNK), (heads, CHUNK)
+    """What a slot keeps beside vLLM's convolution and scan state: the rows of the open chunk, as `Mamba2Cache.over` takes them."""
+    return (heads, CHUNK, dim), (groups, CHUNK, state), (heads, CHUNK), (heads, CHUNK)
 
 
 def _replay_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    return dtype, dtype, dtype, dtype, torch.float32
+    return dtype, dtype, dtype, torch.float32
 
 
 def _patch_mamba_state() -> None:
@@ -144,8 +144,8 @@ def _patch_mamba_scan() -> None:
         return metadata[current[0].prefix] if metadata is not None and bindings.get("mamba2_scan") is not None else None
 
     def cache_of_layer() -> Mamba2Cache:
-        _, state, *rest = current[0].kv_cache
-        return Mamba2Cache(state, *rest)
+        _, state, *rows = current[0].kv_cache
+        return Mamba2Cache.over(state, *rows)
 
     def seen(operator, rows, decode):
         for observer in events.MAMBA:
@@ -167,12 +167,13 @@ def _patch_mamba_scan() -> None:
     def scan_prefill(x, dt, A, B, C, *, out, D, dt_bias, return_intermediate_states=False, **kwargs):
         metadata = bound_metadata()
         if metadata is not None and not return_intermediate_states:
-            cache, starts = cache_of_layer(), metadata.query_start_loc_p
+            starts = metadata.query_start_loc_p
             if not isinstance(starts.prefill, PrefillTable):
                 starts.prefill = PrefillTable.build(*starts.prefill, x.device)
             slots = metadata.state_indices_tensor_p.long()
-            out.copy_(mamba2_prefill(x, dt, A, B, C, D, dt_bias, starts.prefill, slots, cache))
-            states = cache.state[slots]
+            out.copy_(mamba2_prefill(x, dt, A, B, C, D, dt_bias, starts.prefill, slots, cache_of_layer()))
+            # the mixer writes these back: the bits that are there already
+            states = current[0].kv_cache[1][slots]
         else:
             states = stock["mamba_chunk_scan_combined_varlen"](
                 x, dt, A, B, C, out=out, D=D, dt_bias=dt_bias, return_intermediate_states=return_intermediate_states, **kwargs)

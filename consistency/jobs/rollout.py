@@ -85,11 +85,10 @@ def _weights(rollout, step):
 
 
 def _trace(rollout, step):
-    from consistency.engines.rollout_trace import traced
     from consistency.trace import Recorder
 
     recorder = Recorder([len(r["prompt"]) + len(r["tokens"]) for r in step["requests"]], step.get("dump"))
-    with traced(rollout, recorder):
+    with rollout.traced(recorder):
         run = rollout.replay if step.get("mode", "decode") == "decode" else rollout.score
         arrays, counters = run(step["requests"], _schedule(step))
     return {**arrays, **recorder.arrays()}, {"sites": recorder.site_list(), **counters}

@@ -101,9 +101,7 @@ def _reasons(candidate: Candidate, group: tuple[Candidate, ...], report: VerifyR
     """What the report says against this candidate: in a shared verify, only lines that name its file, or the one rule that no other breaks."""
     verdict = report.verdict
     if candidate.rule == "mismatch":
-        found = [c for c in verdict.conditions if c.mismatches]
-        if candidate.condition and {c.name for c in found} != {candidate.condition}:
-            return []
+        found = [c for c in verdict.conditions if c.mismatches and c.name == (candidate.condition or c.name)]
         return [f"{c.name}: {c.mismatches} of {c.tokens} log-probabilities differ" for c in found]
     if candidate.rule not in verdict.rules:
         return []
@@ -129,39 +127,51 @@ def checkpoint(scratch: Path, engines: bool) -> Path:
     return folder
 
 
+def group_of(candidate: Candidate, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    return next(group for group in groups(candidates) if candidate in group)
+
+
 def run(candidates: tuple[Candidate, ...], engines: bool) -> Iterator[Outcome]:
     for group in groups(candidates):
         with tempfile.TemporaryDirectory(prefix="adversarial-") as scratch:
             yield from judge(group, Path(scratch), engines)
 
 
-def main() -> None:
+def table(rows: dict[str, dict], engines: bool, seconds: float) -> dict:
+    """The committed result."""
     from bench.cpu import stamp
 
+    named = [row for name, row in rows.items() if name != HONEST.file]
+    return {**stamp(), "engine": "vllm and transformers, qwen3 tiny" if engines else "toy", "sandbox": choose().capabilities().name,
+            "candidates": len(named), "rejected_by_name": sum(row["as_expected"] for row in named),
+            "honest_passes": rows.get(HONEST.file, {}).get("as_expected"), "seconds": round(seconds, 1), "outcomes": list(rows.values())}
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engines", action="store_true", help="vLLM and transformers, each `timed` candidate alone")
+    parser.add_argument("--engines", action="store_true", help="vLLM and transformers instead of the toy engine")
     parser.add_argument("--only", default="", help="candidates whose file contains this")
-    parser.add_argument("--out", type=Path, help="write the table here as JSON")
+    parser.add_argument("--out", type=Path, help="write the table here as JSON; outcomes of others that it holds are kept")
     options = parser.parse_args()
-    chosen = tuple(c for c in KERNELS if options.only in c.file)
-    if options.engines:
-        chosen = tuple(replace(c, group="alone") if c.group == "timed" else c for c in chosen)
-    begun, rows = time.monotonic(), []
-    for outcome in (*run((HONEST,) if options.only in HONEST.file else (), options.engines), *run(chosen, options.engines)):
+    rows: dict[str, dict] = {}
+    if options.out and options.out.exists():
+        rows = {row["candidate"]: row for row in json.loads(options.out.read_text(encoding="utf-8"))["outcomes"]}
+    chosen = tuple(c for c in (*KERNELS, HONEST) if options.only in c.file)
+    for outcome in run(chosen, options.engines):
         c = outcome.candidate
         fine = outcome.report is not None and outcome.report.verdict.exact if c is HONEST else outcome.by_name
-        rows.append({"candidate": c.file, "row": c.row, "what": c.what, "expected": c.rule, "rules": outcome.rules, "as_expected": fine,
-                     "refused_at_source": outcome.source[:1], "said": [line[:300] for line in outcome.refused_by[:2]],
-                     "seconds": round(outcome.seconds, 1)})
+        rows[c.file] = {"candidate": c.file, "row": c.row, "what": c.what, "expected": c.rule, "rules": outcome.rules, "as_expected": fine,
+                        "refused_at_source": outcome.source[:1], "said": [line[:300] for line in outcome.refused_by[:2]],
+                        "together_with": [other.file for other in group_of(c, chosen) if other is not c], "seconds": round(outcome.seconds, 1)}
         print(f"{'right' if fine else 'WRONG':6} {outcome.seconds:6.1f} s  {c.file}: {', '.join(outcome.rules) or 'no rule'}; expected "
               f"{c.rule or 'none'}; {' '.join(outcome.refused_by[:1])[:200]}", flush=True)
-    result = {**stamp(), "engine": "vllm and transformers, qwen3 tiny" if options.engines else "toy", "sandbox": choose().capabilities().name,
-              "candidates": len(chosen), "rejected_by_name": sum(r["as_expected"] for r in rows if r["candidate"] != HONEST.file),
-              "seconds": round(time.monotonic() - begun, 1), "outcomes": rows}
-    print({k: v for k, v in result.items() if k in ("candidates", "rejected_by_name", "seconds", "sandbox")})
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        result = table(rows, options.engines, sum(row["seconds"] / (1 + len(row["together_with"])) for row in rows.values()))
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            draft = options.out.with_suffix(".part")
+            draft.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            draft.replace(options.out)
+    print({k: v for k, v in result.items() if k in ("candidates", "rejected_by_name", "honest_passes", "seconds", "sandbox")})
 
 
 if __name__ == "__main__":

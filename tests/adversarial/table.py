@@ -28,7 +28,7 @@ class Candidate:
     """candidates of one group, each on an operator of its own, share a verify: their findings carry their file's name"""
     level: Literal["quick", "full"] = "quick"
     condition: str = ""
-    """the only condition that may show a mismatch"""
+    """the one that has to show the mismatch; "": any"""
 
 
 def _on(side: str, operator: str, function: str = "") -> tuple[tuple[str, str, str], ...]:
@@ -80,7 +80,11 @@ KERNELS: tuple[Candidate, ...] = (
     Candidate("changes_engine", _on("rollout", "log_softmax"), "feature switched off, batch shrunk",
               "graphs and prefix cache off, a small batch, in the live configuration", "config_changed", True, "timed", "full"),
 )
-"""Candidates that are kernels. `touches_other_files` and the patches and evidence of test_adversarial.py come on top."""
+"""Candidates that are kernels and that verify refuses. TOUCHING and the patches and evidence of test_adversarial.py come on top."""
+
+TOUCHING = Candidate("touches_other_files", _on("rollout", "embedding"), "files outside", "writes elsewhere through torch's native file writer",
+                     "harness_files_changed", source=True)
+"""Refused by the file system of a sandbox that has a private one, so that its verdict may be exact; by this rule where there is none."""
 
 HONEST = Candidate("honest", (*_on("both", "linear"), *_on("both", "rms_norm"), *_on("both", "log_softmax")), "", "exact operators", "", level="full")
 
@@ -88,4 +92,5 @@ HONEST = Candidate("honest", (*_on("both", "linear"), *_on("both", "rms_norm"), 
 def groups(candidates: tuple[Candidate, ...] = KERNELS) -> list[tuple[Candidate, ...]]:
     """Those that share a verify."""
     shared = [tuple(c for c in candidates if c.group == name) for name in ("attempts", "patches", "timed")]
-    return [group for group in shared if group] + [(c,) for c in candidates if c.group == "alone"]
+    alone = [(c,) for c in candidates if c.group == "alone"]
+    return sorted([group for group in shared if group] + alone, key=lambda group: any(c.level == "full" for c in group))

@@ -18,6 +18,8 @@ from sandboxes.local import LocalSandbox
 
 VOCABULARY = 512
 ENGINE = {"graphs": True, "scheduler": {"max_num_seqs": 64}}
+SETTINGS = {}
+"""what a job on a GPU reports besides, filled from its job.json"""
 
 
 class FakeSandbox(LocalSandbox):
@@ -54,7 +56,7 @@ def answer(step, weight):
     if kind == "generate":
         time.sleep(0.02)
     if kind == "step_config":
-        return {"engine": ENGINE}, {}
+        return {"engine": {**ENGINE, **SETTINGS}}, {}
     if kind not in ("generate", "replay", "score", "forward"):
         return {}, {}
     rows = []
@@ -119,7 +121,10 @@ def main(engine, directory):
         out.with_suffix(".part").write_text(json.dumps(data))
         out.with_suffix(".part").rename(out.with_suffix(".json"))
 
-    engine_settings = {**ENGINE, "plugin": job["engine"].get("plugin")}
+    asked = job["engine"]
+    if asked.get("device") == "cuda" and engine == "rollout":
+        SETTINGS.update(eager=asked["eager"], compile=asked.get("compile", True), v2_model_runner=asked.get("runner") != "v1")
+    engine_settings = {**ENGINE, **SETTINGS, "plugin": asked.get("plugin")}
     write("start", {"seconds": 0.1, "environment": {"engine": engine}, "engine": engine_settings}, {}, {"kind": "start"})
     weight, number = 0, 0
     owner = os.getppid()

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agent import checkpoint, models
+from agent import checkpoint, models, toolset
 from agent.cli import app
+from agent.errors import UserError
 from agent.fakes import FakeTools
 from agent.workspace import Workspace, call_git
 
@@ -180,7 +181,7 @@ def test_unwritable_and_full_disks(tmp_path):
 @pytest.mark.parametrize(("missing", "device", "extra"), [("vllm", "cpu", "[cpu]"), ("torch", "cuda", "[gpu]")])
 def test_a_missing_engine_names_the_extra(tmp_path, monkeypatch, missing, device, extra):
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None if name == missing else object())
-    monkeypatch.setattr(models.require_engines, "__defaults__", (models.importlib.util.find_spec,))
+    monkeypatch.setattr(models.require_engines, "__defaults__", (models.importlib.util.find_spec, models.importlib.metadata.version))
     result = CliRunner().invoke(app, ["run", "--model", "qwen3", "--workspace", str(tmp_path / "ws")])
     refused(result, f"{missing} not installed", "pip install 'train-inference-consistency[cpu]'")
     assert not (tmp_path / "ws").exists()
@@ -268,6 +269,27 @@ def test_each_tool_alone(tmp_path, monkeypatch):
     assert agent("verify", "--model", "qwen3", "--contract", "c.toml").exit_code == 0
     refused(agent("verify", "--model", "qwen3", "--level", "thorough"), "quick, full")
     refused(agent("verify"), "--model")
+
+
+def test_evidence_goes_where_it_is_wanted(tmp_path, monkeypatch):
+    asked = []
+
+    def verify(request, *rest):
+        asked.append(request)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(toolset, "verify", verify)
+    monkeypatch.setattr(checkpoint, "seeded", lambda family, scale: tmp_path)
+    monkeypatch.setattr(models, "require_engines", lambda device: None)
+    monkeypatch.chdir(tmp_path)
+    for more in ((), ("--evidence", "proof")):
+        said = CliRunner().invoke(app, ["verify", "--model", "qwen3", *more])
+        assert "far enough" in said.output, said.output
+    assert asked[0].directory.parent != tmp_path and asked[1].directory == tmp_path / "proof"
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").write_text("")
+    for place in ("used", "used/file"):
+        refused(agent("verify", "--model", "qwen3", "--evidence", tmp_path / place), "--evidence", "not an empty folder")
 
 
 def test_patch_by_hand(tmp_path, workspace):

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -104,6 +105,19 @@ def test_an_edited_text_is_caught_and_the_line_is_shown(out, old, new):
     assert len(wrong(found)) == 1 and wrong(found)[0].startswith("text: ") and not found["ran"]
 
 
+def test_a_text_of_another_version_is_compared_by_its_figures(out):
+    document, text = out / "evidence" / "pull-request.json", out / "PULL_REQUEST.md"
+    edit(document, f'"renderer": "{body.RENDERER}"', '"renderer": "older"')
+    edit(text, "**Claim.** 0 mismatches", "**We claim** 0 mismatches")
+    text_rows = [row for row in check(out, "--static", code=1)["rows"] if row["claim"] == "text"]
+    assert [row["result"] for row in text_rows] == ["differs"], "the hash of the claims in the text is a figure too"
+    made = claims.read(document.read_bytes(), "x")
+    text.write_text(body.render(made).replace("**Claim.**", "**We claim:**"))
+    assert any(row["claim"] == "text" and row["result"] == "note" for row in check(out, "--static", code=1)["rows"])
+    edit(text, "throughput is 0.970", "throughput is 1.970")
+    assert any("1.970" in line for line in wrong(check(out, "--static", code=1)))
+
+
 def test_what_people_add_below_is_theirs_and_a_forge_may_keep_the_title(out):
     body = out / "PULL_REQUEST.md"
     body.write_text(body.read_text() + "\nWe use this since May, ratio 9.999.\n")
@@ -166,9 +180,10 @@ def test_another_commit_in_the_claims_is_caught(ws, out):
     document.write_text(document.read_text().replace(made["commit"], ws._git("rev-parse", "main")))
     found = check(out, "--static", code=1)
     assert any(line.startswith("commit: ") and "other code: contract.toml" in line for line in wrong(found))
-    document.write_text(document.read_text().replace(ws._git("rev-parse", "main"), "--output=/tmp/x"))
-    assert check(out, "--static", code=1)
-    assert not Path("/tmp/x").exists()
+    honest = document.read_text()
+    for name, value in (("commit", "--output=x"), ("base_commit", "HEAD"), ("folder", "repros/../../x")):
+        document.write_text(re.sub(f'"{name}": "[^"]*"', f'"{name}": "{value}"', honest, count=1))
+        one_line(agent("verify-pr", out, "--static"), 2, name)
 
 
 def test_edited_patches_are_caught(out):
@@ -177,6 +192,29 @@ def test_edited_patches_are_caught(out):
     assert any(line.startswith("patch series: ") and "contract.toml" in line for line in wrong(check(out, "--static", code=1)))
     patch.write_text("nonsense")
     assert any("do not apply" in line for line in wrong(check(out, "--static", code=1)))
+
+
+def test_a_branch_cannot_have_something_else_run_than_it_holds(ws, tmp_path):
+    """Attributes that change what git writes, and settings that would choose an engine."""
+    class Watching(FakeTools):
+        def verify(self, contract, kernels, level, progress):
+            assert not (kernels.parent / "consistency.toml").exists() and not (kernels.parent / "engine.patch").exists()
+            return super().verify(contract, kernels, level, progress)
+
+    clone = tmp_path / "clone"
+    call_git(("clone", "--quiet", "--branch", "agent/r1/pr", str(ws.path), str(clone)), tmp_path)
+    (clone / "engine.patch").write_text("x")
+    call_git(("add", "--all"), clone)
+    call_git(("commit", "--quiet", "--message=x"), clone)
+    assert not wrong(check(clone, tools=Watching(WORLD)))
+    call_git(("reset", "--quiet", "--hard", "HEAD~2"), clone)
+    (clone / ".gitattributes").write_text("contract.toml export-ignore\n")
+    call_git(("add", "--all"), clone)
+    call_git(("commit", "--quiet", "--amend", "--no-edit"), clone)
+    document = ws.private / "pr" / "r1" / "evidence" / "pull-request.json"
+    before = json.loads(document.read_text())["commit"]
+    document.write_text(document.read_text().replace(before, call_git(("rev-parse", "HEAD"), clone)))
+    one_line(agent("verify-pr", document.parent, "--repo", clone), 2, "contract.toml", ".gitattributes")
 
 
 def test_a_squashed_merge_is_recognised_by_its_files(ws, out, tmp_path):

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -320,6 +322,24 @@ def test_a_base_that_is_not_the_installed_version_is_counted_and_is_what_stock_r
     assert "NEWER" in (box.patched / "vllm" / "envs.py").read_text()
 
 
+def test_a_package_of_transformers_is_the_one_that_python_imports(tmp_path):
+    top = tmp_path / "transformers"
+    (top / "src" / "transformers").mkdir(parents=True)
+    shutil.copyfile(package("transformers") / "__init__.py", top / "src" / "transformers" / "__init__.py")
+    call_git(("init", "--quiet", "--initial-branch=main"), top)
+    call_git(("add", "--all"), top)
+    call_git(("commit", "--quiet", "--message=x"), top)
+    checkout = Checkout.begin(top, ["src/transformers/**"])
+    init = top / "src" / "transformers" / "__init__.py"
+    init.write_text(init.read_text() + '\nprint("patched", __file__)\n')
+    text = call_git(("diff",), top) + "\n"
+    call_git(("checkout", "--quiet", "."), top)
+    made = build(checkout, checkout.apply("", text).tree, tmp_path / "engines")
+    done = subprocess.run([sys.executable, "-c", "import transformers.utils.versions as v; print(v.__name__)"], env={"PYTHONPATH": str(made)},
+                          capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"patched {made / 'transformers' / '__init__.py'}", "transformers.utils.versions"]
+
+
 class Recorder:
     """A sandbox that starts nothing."""
 
@@ -356,7 +376,8 @@ def test_the_real_rollout_runs_the_patched_file(repository, tmp_path, silu):
     engine = Patched.of(worktree)
     assert engine is not None
     box = engine.sandbox(tmp_path / "engines")
-    job = Job("rollout", "qwen3", checkpoint.seeded("qwen3", "tiny"), Contract(), None, {"threads": 1, "plugin": False, "max_num_seqs": 4})
+    limits = {"threads": 1, "plugin": False, "max_num_seqs": 4, "max_model_len": 64}
+    job = Job("rollout", "qwen3", checkpoint.seeded("qwen3", "tiny"), Contract(), None, limits)
     (tmp_path / "jobs" / "rollout").mkdir(parents=True)
     with Session(job, tmp_path / "jobs" / "rollout", sandbox=box) as session:
         answer = session.run({"kind": "generate", "requests": [{"prompt": [5, 6, 7]}], "max_tokens": 2, "seed": 1, "temperature": 1.0})

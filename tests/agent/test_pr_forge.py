@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -17,8 +18,25 @@ PULLS = f"/repos/{REPO}/pulls"
 TITLE = "nemotron-3.5: rollout and training log-probabilities equal, bit for bit"
 
 
+@pytest.fixture(scope="module")
+def prepared(finished, tmp_path_factory) -> Path:
+    """A workspace whose pull request is ready; made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for role in ("AUTHOR", "COMMITTER"):
+            patch.setenv(f"GIT_{role}_NAME", "Tester")
+            patch.setenv(f"GIT_{role}_EMAIL", "tester@example.org")
+        workspace = copy_of(finished, tmp_path_factory.mktemp("prepared") / "ws")
+        assert agent("pr", workspace.path).exit_code == 0
+    return workspace.path
+
+
+class Nothing:
+    def __getattr__(self, name):
+        raise AssertionError("nothing is to be measured again")
+
+
 @pytest.fixture
-def target(tmp_path, finished, monkeypatch):
+def target(tmp_path, finished, prepared, monkeypatch):
     """A workspace, a bare repository to push to, and a forge; `open` calls `agent pr` with them."""
     monkeypatch.setenv("GITHUB_TOKEN", TOKEN)
     waited: list[float] = []
@@ -28,6 +46,13 @@ def target(tmp_path, finished, monkeypatch):
     workspace = copy_of(finished, tmp_path / "ws")
 
     class Target:
+        def ready(self, *options):
+            """With what was prepared, so that nothing is measured."""
+            if not self.workspace.has_branch("agent/r1/pr"):
+                shutil.rmtree(self.workspace.path)
+                self.workspace = copy_of(prepared, self.workspace.path)
+            return self.open("--prepared", *options, tools=Nothing())
+
         def open(self, *options, **more):
             return agent("pr", workspace.path, "--repo", REPO, "--base-url", self.forge.url, "--remote-url", f"file://{bare}", *options, **more)
 
@@ -110,7 +135,7 @@ def test_an_open_pull_request_of_the_same_branch_is_updated_only_on_request(targ
 
 
 def test_work_of_others_on_the_branch_is_left_alone(target, tmp_path):
-    assert target.open().exit_code == 0
+    assert target.ready().exit_code == 0
     clone = tmp_path / "clone"
     call_git(("clone", "--quiet", "--branch", "agent/r1/pr", str(target.bare), str(clone)), tmp_path)
     call_git(("commit", "--quiet", "--allow-empty", "--message=review"), clone)
@@ -138,6 +163,9 @@ def test_the_same_work_under_another_name_stops_it(target, search, existing):
     (f"GET /repos/{REPO}", 404, "Not Found", ["does not exist there, or the token does not see it", REPO]),
     (f"GET /repos/{REPO}", 403, "Resource not accessible by personal access token", ["may not do this", "Resource not accessible"]),
     (f"GET /repos/{REPO}", 301, "Moved Permanently", ["has moved"]),
+    (f"GET /repos/{REPO}", 200, "[]", ["not GitHub's", "--base-url"]),
+    (f"GET {PULLS}", 200, '{"values": []}', ["not GitHub's", "--base-url"]),
+    ("GET /search/issues", 200, "[1]", ["not GitHub's", "--base-url"]),
     (f"GET /repos/{REPO}", 200, "<html>welcome</html>", ["not JSON", "--base-url"])])
 def test_a_forge_that_cannot_be_used_is_said_before_anything_is_measured(target, key, status, message, said):
     target.forge.failures[key] = [(status, message if status == 200 else {"message": message}, {})]
@@ -153,17 +181,13 @@ def test_a_forge_that_cannot_be_used_is_said_before_anything_is_measured(target,
     (403, {"message": "Resource not accessible by integration"}, "may not do this")])
 def test_a_refused_pull_request_leaves_all_on_disk_and_goes_on_from_there(target, status, body, said):
     target.forge.failures[f"POST {PULLS}"] = [(status, body, {})]
-    line = one_line(target.open(), 1, said, "agent/r1/pr", "--prepared")
+    line = one_line(target.ready(), 1, said, "agent/r1/pr", "--prepared")
     out = target.workspace.private / "pr" / "r1"
     assert str(out) in line and (out / "PULL_REQUEST.md").exists() and len(list((out / "patches").iterdir())) == 3
     assert load_current(target.workspace).pull_request != "https://forge.example"
     head = heads(target.bare)["agent/r1/pr"]
 
-    class Nothing:
-        def __getattr__(self, name):
-            raise AssertionError("nothing is to be measured again")
-
-    result = target.open("--prepared", "--json", tools=Nothing())
+    result = target.ready("--json")
     assert result.exit_code == 0 and json.loads(result.stdout)["head"] == head == heads(target.bare)["agent/r1/pr"]
 
 
@@ -184,7 +208,7 @@ def test_a_busy_forge_is_asked_again(target):
         f"GET {PULLS}": [(403, {"message": "You have exceeded a secondary rate limit"}, {}),
                          (403, {"message": "API rate limit exceeded"}, spent)],
         f"POST {PULLS}": [(503, {"message": "unavailable"}, {"retry-after": "3"})]}
-    assert target.open().exit_code == 0
+    assert target.ready().exit_code == 0
     first, second, third, fourth, fifth = target.waited
     assert (first, second, third, fifth) == (1.0, 7.0, 5.0, 3.0) and 15 < fourth <= 20
     assert len(target.forge.pulls) == 1
@@ -199,7 +223,7 @@ def test_a_wait_that_is_too_long_and_an_outage_end_it(target):
 
 def test_an_answer_that_gets_lost_does_not_open_twice(target):
     target.forge.lose_next_answer = True
-    result = target.open("--json")
+    result = target.ready("--json")
     assert result.exit_code == 0, result.output
     assert len(target.forge.pulls) == 1 and json.loads(result.stdout)["pull_request"].endswith("/pull/1")
 
@@ -209,9 +233,7 @@ def test_no_network(target):
     target.forge.server.server_close()
     one_line(target.open(), 1, "cannot be reached")
     with FakeForge() as target.forge:
-        pass
-    with FakeForge() as target.forge:
-        one_line(target.open("--remote-url", f"file://{target.bare}-gone"), 1, "could not be pushed", "--prepared")
+        one_line(target.ready("--remote-url", f"file://{target.bare}-gone"), 1, "could not be pushed", "--prepared")
         assert posted(target.forge) == []
 
 
@@ -235,13 +257,13 @@ def test_no_token(target, monkeypatch):
     monkeypatch.delenv("GH_TOKEN", raising=False)
     one_line(target.open(), 2, "GITHUB_TOKEN or GH_TOKEN")
     monkeypatch.setenv("GH_TOKEN", TOKEN)
-    assert target.open().exit_code == 0
+    assert target.ready().exit_code == 0
 
 
 def test_a_token_without_write_is_told_to_fork_and_a_fork_is_used(target):
     target.forge.push_allowed = False
     one_line(target.open(), 1, "--fork OWNER")
-    result = target.open("--fork", "ann")
+    result = target.ready("--fork", "ann")
     assert result.exit_code == 0, result.output
     assert target.forge.pulls[0]["head"]["label"] == "ann:agent/r1/pr"
 
@@ -252,7 +274,7 @@ def test_other_branches_of_the_remote_stay(target, tmp_path):
     call_git(("commit", "--quiet", "--allow-empty", "--message=trunk"), other)
     call_git(("push", "--quiet", "origin", "HEAD:refs/heads/trunk"), other)
     trunk = heads(target.bare)["trunk"]
-    assert target.open().exit_code == 0
+    assert target.ready().exit_code == 0
     assert heads(target.bare)["trunk"] == trunk and set(heads(target.bare)) == {"trunk", "agent/r1/pr"}
 
 
@@ -260,7 +282,7 @@ def test_hooks_of_the_workspace_do_not_run(target, tmp_path):
     hook = target.workspace.path / ".git" / "hooks" / "pre-push"
     hook.write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\nexit 1\n")
     hook.chmod(0o755)
-    assert target.open().exit_code == 0 and not (tmp_path / "ran").exists()
+    assert target.ready().exit_code == 0 and not (tmp_path / "ran").exists()
 
 
 def test_nothing_of_the_forge_is_imported_by_the_command_line():

@@ -51,7 +51,7 @@ def test_messages_say_why_and_carry_the_evidence(tmp_path, finished):
     message = str(workspace.repo.commit(log(workspace, "%H", "main..agent/r1/pr")[0]).message)
     said = " ".join(message.split())
     assert "rms_norm at 000.rms_norm is the first operator whose output differs although its input does not: reduction order" in said
-    assert "37 of 4096 elements" in said and "repros/00-engine-rms_norm exits with 1 before and 0" in said
+    assert "37 of 4096 elements" in said and "repros/00-engine-rms_norm exits with 1 on stock and with 0 now" in said
     kept = state.attempts[-1]
     evidence = json.loads(workspace.show(kept.commit, f"evidence/attempt-{kept.number}.json"))
     trailers = call_git(("log", "-1", "--format=%(trailers:only,unfold)", log(workspace, "%H", "main..agent/r1/pr")[0]), workspace.path).splitlines()

@@ -15,7 +15,7 @@ from consistency.layout import Layout
 from consistency.models import family as family_module
 from consistency.models.catalog import FAMILIES, SITE_RANK
 from consistency.operators import catalog
-from consistency.operators.cuda import linear
+from consistency.operators.cuda import eager, linear
 
 
 def test_every_row_can_be_imported_and_both_sides_are_complete():
@@ -32,6 +32,7 @@ def test_every_row_can_be_imported_and_both_sides_are_complete():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exact_forward_fits_together_at_true_widths(name, monkeypatch):
     monkeypatch.setattr(linear, "linear", linear.linear_op)
+    monkeypatch.setattr(eager, "REGISTERED", True)
     bindings = Bindings("training", device="cuda")
     bindings.bind(Contract(training=dict.fromkeys(FAMILIES[name].operators_at("slice"), "exact")))
     config = family_module(name).config("slice")

@@ -358,3 +358,34 @@ def test_compressor_names_every_argument_of_the_kernels_that_need_a_gpu():
     store = next(n for n in ast.walk(own) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "store")
     given = {k.arg for k in store.keywords if k.arg} | {"quant_block", "token_stride", "scale_dim"}
     assert required <= given <= set(names)
+
+
+# ---- the candidates -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ratio", attention.EXTRA)
+def test_a_decode_step_by_the_prefill_kernel_lists_the_same_keys_in_the_same_order(ratio):
+    arguments = attention._inputs(ratio)(3, generator()).take(3)
+    seen = []
+
+    def kernel(q, kv, indices, sm_scale, attn_sink, topk_length, out):
+        listed = [kv[i[i >= 0].long(), 0] for i in indices[:, 0]]
+        assert [len(keys) for keys in listed] == topk_length.tolist() and indices.shape[-1] % 128 == 0
+        seen.append(listed)
+
+    with mock.patch("vllm.v1.attention.ops.flashmla.flash_mla_sparse_fwd", kernel):
+        attention.prefill(*arguments)
+        attention.through_prefill(*arguments)
+    for prefill, decode in zip(*seen, strict=True):
+        assert torch.equal(prefill, decode)
+
+
+def test_selection_is_by_value_then_ascending():
+    pytest.importorskip("vllm")
+    from bench.gpu.deepseek_v4_candidates import select
+
+    scores = torch.randn(5, 40, generator=generator()).mul(4).round()
+    starts, ends = torch.tensor([0, 3, 0, 10, 39]), torch.tensor([40, 9, 1, 30, 40])
+    for row, chosen in enumerate(select(scores, starts, ends, 8).tolist()):
+        own = scores[row, starts[row] : ends[row]].tolist()
+        best = sorted(sorted(range(len(own)), key=lambda place: (-own[place], place))[:8])
+        assert chosen == best + [-1] * (8 - len(best))

@@ -66,7 +66,7 @@ def run(faults: tuple[Fault, ...] = FAULTS, say: Callable[[str], None] = lambda 
     with tempfile.TemporaryDirectory(prefix="faults-") as scratch:
         for family in dict.fromkeys(fault.family for fault in faults):
             checkpoint = seeded(family, "tiny")
-            with EnginePair(family, checkpoint, KERNELS, exact_contract(family), Path(scratch) / family, shares=[Path(scratch)]) as pair:
+            with EnginePair(family, checkpoint, KERNELS, exact_contract(family), Path(scratch) / family) as pair:
                 pair.wait()
                 clean = locate(pair, exact_contract(family), read_facts(checkpoint))
                 if clean.divergences:
@@ -74,7 +74,7 @@ def run(faults: tuple[Fault, ...] = FAULTS, say: Callable[[str], None] = lambda 
                 say(f"{family} is exact without a fault, {clean.seconds:.1f} s")
                 for fault in faults:
                     if fault.family == family:
-                        yield _one(pair, fault, Path(scratch))
+                        yield _one(pair, fault, pair.directory)  # all that its jobs see of this machine's files
 
 
 def _one(pair: EnginePair, fault: Fault, scratch: Path) -> Outcome:

@@ -12,7 +12,10 @@ from agent.llm.settings import LlmSettings
 from agent.llm.spec import policy_from_spec
 from agent.policies.hybrid import Hybrid
 from agent.policies.playbook import Playbook
-from agent.state import load_current
+from agent.policies.recipe import RecipeFirst
+from agent.recipes import matching
+from agent.state import begin, load_current
+from consistency.models.catalog import FAMILIES
 
 GIVE_UP = calling(("stop", {"claim": "give_up", "why": "enough"}))
 WRONG = calling(patch([LINEAR], {"linear": "exact"}))
@@ -132,6 +135,20 @@ def test_say_is_told_even_when_nothing_was_said_yet(workspace, state):
     forked = fork(workspace, "r1", 0, say="look at linear")
     carry_on(workspace, make(workspace, ScriptedModel(*SOLVED)), hard_tools())
     assert told(workspace, forked.run)[:2][-1] == "look at linear"
+
+
+def test_a_recipe_comes_before_the_model_which_is_told_and_before_its_replay(workspace):
+    recipe, _ = matching("nemotron-3.5", FAMILIES["nemotron-3.5"].scales["tiny"])
+    begin(workspace, run="r1", checkpoint="none", device="cpu", policy="scripted", target=0.913, recipe=recipe)
+    model, tools = ScriptedModel(calling(("localize", {})), calling(("repro", {"divergences": [LINEAR]})), calling(FIX)), hard_tools()
+    ended = carry_on(workspace, RecipeFirst(make(workspace, model)), tools)
+    assert ended.outcome == "exact" and [a.title.partition(":")[0] for a in ended.attempts] == ["recipe nemotron-3.5", "linear=kernels"]
+    assert "recipe nemotron-3.5: attention=exact" in told(workspace)[0] and ": kept, not exact here, but" in told(workspace)[0]
+    assert trajectory(workspace).steps == 3 and "verify full" in tools.calls
+    again = replay(workspace, "r1")
+    assert again.recipe == recipe
+    repeated = hard_tools()
+    assert carry_on(workspace, RecipeFirst(policy_of(workspace, again.policy)), repeated).outcome == "exact" and repeated.calls == tools.calls
 
 
 def _end_at(name: str):

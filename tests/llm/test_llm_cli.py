@@ -86,8 +86,8 @@ def at_a_terminal(answer: str, *arguments: object) -> str:
     """What a person sees who types `answer`, if asked."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "ANTHROPIC_API_KEY": KEY, "COLUMNS": "200", "TERM": "dumb"}
-    with subprocess.Popen([sys.executable, "-c", ASKED, *map(str, arguments)], stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          env=environment) as process:
+    with subprocess.Popen([sys.executable, "-c", ASKED, *map(str, arguments)], stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, env=environment) as process:
         os.close(theirs)
         os.write(ours, f"{answer}\n".encode())
         shown = process.communicate(timeout=60)[0]

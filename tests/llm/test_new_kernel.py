@@ -15,7 +15,7 @@ from agent.cli import app
 from agent.config import Config
 from agent.state import load_current
 from agent.workspace import Workspace
-from consistency.conditions import MATRICES, Control, Probe, Timing
+from consistency.conditions import MATRICES, Accuracy, Timing
 from consistency.contract import Contract
 from consistency.operators import catalog
 from tests.faults.table import FAULTS, KERNELS
@@ -43,17 +43,20 @@ def faulty() -> str:
 
 @pytest.fixture
 def uncovered(monkeypatch):
-    """A catalogue without an exact implementation of the operator, and a full matrix that is quick's, once more in a new process, timed."""
+    """A catalogue without an exact implementation of the operator, and matrices of a few conditions, which are enough to see what is kept and why."""
     rows = tuple(row for row in catalog.IMPLEMENTATIONS if not (row.operator == FAULT.operator and row.exact))
     monkeypatch.setattr(catalog, "IMPLEMENTATIONS", rows)
     monkeypatch.setattr(models, "gpu_present", lambda: False)
-    quick = MATRICES["tiny", "quick"]
-    again = tuple(condition for condition in MATRICES["tiny", "full"].conditions if condition.name == "new process")
-    other = Control("the untouched rollout is another one", Probe("rollout", "replay", select="first", count=6, tokens=16),
-                    Probe("stock rollout", "replay", select="first", count=6, tokens=16))
+    quick, full = MATRICES["tiny", "quick"], MATRICES["tiny", "full"]
+    few = tuple(c for c in quick.conditions if c.name in ("alone against a batch of 17", "decode against prefill", "rollout against the loss"))
+    again = tuple(c for c in full.conditions if c.name == "new process")
+    assert full.accuracy and len(few) == 3 and len(again) == 1
+    measured = {"select": "first", "count": 6, "tokens": 16}
+    accuracy = Accuracy(*(dataclasses.replace(probe, **measured) if probe.step != "generate" else probe
+                          for probe in (full.accuracy.reference, full.accuracy.stock, full.accuracy.candidate)))
+    monkeypatch.setitem(MATRICES, ("tiny", "quick"), dataclasses.replace(quick, conditions=few))
     monkeypatch.setitem(MATRICES, ("tiny", "full"), dataclasses.replace(
-        quick, conditions=quick.conditions + again, controls=(*quick.controls, other),
-        timing=Timing(pairs=1, requests=8, prompt_tokens=16, new_tokens=16)))
+        quick, conditions=few + again, accuracy=accuracy, timing=Timing(pairs=1, requests=8, prompt_tokens=16, new_tokens=16)))
 
 
 @pytest.mark.engine

@@ -18,6 +18,7 @@ from agent.mcp import door
 HELLO = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
 INITIALIZED = {"jsonrpc": "2.0", "method": "notifications/initialized"}
 TOY = Path(__file__).with_name("toy_server.py")
+MARK = "this is from the record"
 SLOW = 1.2
 """Seconds the toy server takes to start, so that what comes sooner came from the door."""
 
@@ -137,19 +138,17 @@ def test_a_client_that_leaves_at_once_or_stops_listening_ends_the_server(tmp_pat
 
 @pytest.mark.anyio
 async def test_the_real_server_through_a_real_client(tmp_path, fake, mode):
-    """The second start is what the first one was, to the byte, and the connection goes on from it."""
-    command = stdio_command(tmp_path, fake)
-    seen = []
+    """The second start is what the first one was, and the connection goes on from it. A mark on the record shows who answered."""
+    command, opening, seen = stdio_command(tmp_path, fake), tmp_path / "state" / "opening", []
     for _ in range(2):
-        begun = time.monotonic()
         async with Client(StdioServerParameters(command=command[0], args=command[1:]), mode=mode) as client:
             tools = (await client.list_tools()).tools
-            listed = time.monotonic() - begun
             answer = await client.call_tool("verify", {"model": "qwen3", "wait_s": 20})
             assert answer.structured_content["result"]["verdict"]["exact"], answer
-            called = time.monotonic() - begun
-            said = ([tool.model_dump_json() for tool in tools], client.protocol_version, client.instructions, client.server_info)
-            seen.append((said, listed, called))
-    (first, late, _), (second, early, called) = seen
-    assert first == second and len(first[0]) == 8
-    assert early < 0.6 * called and early < 0.6 * late, seen
+            seen.append((tools, client.protocol_version, client.instructions, client.server_info))
+        (path,) = opening.glob("*.json")
+        assert path.stem == door.fingerprint() and MARK not in path.read_text(), "the server's own answer corrects the record"
+        path.write_text(path.read_text().replace("Compare both engines in every condition", MARK))
+    (before, *first), (after, *second) = seen
+    assert [tool.title for tool in after if tool.title == MARK] == [MARK] and first == second
+    assert [tool.model_dump(exclude={"title"}) for tool in before] == [tool.model_dump(exclude={"title"}) for tool in after]

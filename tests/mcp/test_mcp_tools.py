@@ -17,7 +17,7 @@ from agent.mcp import arguments, devices, tools
 from agent.mcp.calls import Calls, Subject
 from agent.mcp.fakes import ANSWERS
 from agent.mcp.results import report
-from agent.tools import patch_kernel
+from agent.tools import diffs
 from agent.workspace import Workspace
 
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings(f"error::{MCPDeprecationWarning.__module__}.{MCPDeprecationWarning.__name__}")]
@@ -187,6 +187,12 @@ def test_paths_are_relative_to_the_servers_folder_and_values_are_never_options(j
         f"--out={folder}/repro", "--dimension=batch", "--json"]
     assert f"--out={tmp_path}/new" in calls.engine("repro", subject, out="new").arguments(folder)
     assert not any(text.startswith("--out") for text in calls.engine("verify", subject, level="quick").arguments(folder))
+    assert f"--evidence={folder}/evidence" in calls.engine("verify", Subject(model="qwen3")).arguments(folder), "it stays with the job"
+    assert f"--evidence={tmp_path}/proof" in calls.engine("verify", Subject(workspace="w", model="qwen3"), evidence="proof").arguments(folder)
+    assert not any(part.startswith("--evidence") for tool, workspace in (("verify", "w"), ("localize", None))
+                   for part in calls.engine(tool, Subject(model="qwen3", workspace=workspace)).arguments(folder))
+    assert "--from-scratch" in calls.run(Subject(model="qwen3"), False, None, None, None, None, True).arguments(folder)
+    assert "--from-scratch" not in calls.run(Subject(model="qwen3"), False, None, None, None, None).arguments(folder)
     inline = calls.engine("localize", Subject(model="qwen3", contract="[operators]\n"))
     assert inline.files == {"input/contract.toml": "[operators]\n"} and f"--contract={folder}/input/contract.toml" in inline.arguments(folder)
 
@@ -224,7 +230,7 @@ async def test_not_finite_numbers_are_null_and_understood(server, fake, jobs):
 
 
 def test_limits_are_those_of_the_tool_itself():
-    assert arguments.MAX_SOURCE == patch_kernel.MAX_BYTES
+    assert arguments.MAX_SOURCE == diffs.MAX_BYTES
 
 
 def test_a_quick_command_of_the_real_command_line_as_a_job(tmp_path):

@@ -236,7 +236,7 @@ async def test_fifty_clients_at_once(http):
 
 async def test_start_to_tool_list_and_idle_memory(tmp_path):
     """As a host sees it from its second start on. A busy machine gets as much longer as it has more work than cores."""
-    command = [sys.executable, "-m", "agent.server", "--state", str(tmp_path / "state")]
+    command = [sys.executable, "-m", "agent", "serve", "--state", str(tmp_path / "state")]
     times = []
     for _ in range(3):
         begun = time.perf_counter()

@@ -85,10 +85,10 @@ def phases() -> dict[str, tuple[int, int]]:
     found = {"packed": equal_elements(packed[0], torch.cat([f[0] for f in full]))}
     slots = torch.tensor([4, 1, 3], device="cuda")
 
-    def run(sizes: list[int], name: str, rounded_copy: bool = True) -> None:
-        cache = Mamba2Cache.allocate(5, HEADS, GROUPS, P, N, "cuda", rounded_copy)
+    def run(sizes: list[int], name: str) -> None:
+        cache = Mamba2Cache.allocate(5, HEADS, GROUPS, P, N, "cuda")
         for tensor in cache.tensors():
-            tensor.fill_(7.0)  # remains of another request
+            tensor.fill_(7)  # remains of another request
         outputs, done = [[], [], []], [0, 0, 0]
         for size in sizes:
             batch = [i for i in range(3) if done[i] < lengths[i]]
@@ -115,11 +115,10 @@ def phases() -> dict[str, tuple[int, int]]:
                 done[i] += 1
         found[name] = equal_elements(torch.cat([torch.cat(o) for o in outputs]), packed[0])
         # a sequence that ends on a border has just been folded
-        found[f"{name}, state"] = equal_elements(cache.state[slots], packed[1])
+        found[f"{name}, state"] = equal_elements(cache.state(slots), packed[1])
 
     run([], "decode from token 0")
     run([1], "decode from token 1")
-    run([1], "decode from token 1, fp32 state only", False)
     run([100], "decode from token 100")
     run([128], "decode from token 128")
     run([50] * 8, "chunked prefill of 50")
@@ -127,7 +126,9 @@ def phases() -> dict[str, tuple[int, int]]:
     try:
         stock = torch.cat([_stock_scan(x, dt, B, C, A, D, dt_bias) for x, dt, B, C in tokens])
         found["engine scan with its own cumulative sum"] = equal_elements(stock, packed[0])
-        found["engine scan with this cumulative sum"] = equal_elements(_engine_scan(tokens, A, D, dt_bias), packed[0])
+        # later chunks differ where a state lies half way between two bf16 numbers
+        first = torch.cat([torch.arange(length, device="cuda") < CHUNK for length in lengths])
+        found["engine scan with this cumulative sum, first chunks"] = equal_elements(_engine_scan(tokens, A, D, dt_bias)[first], packed[0][first])
     except ImportError:
         pass
     return found
@@ -149,25 +150,25 @@ def _engine_scan(tokens: list[tuple[torch.Tensor, ...]], A: torch.Tensor, D: tor
         ssd_combined._chunk_cumsum_fwd = before
 
 
-def _decode_case(rounded_copy: bool) -> Case:
+def _decode_case() -> Case:
     def inputs(rows: int, generator: torch.Generator) -> Inputs:
-        cache = Mamba2Cache.allocate(rows + 1, HEADS, GROUPS, P, N, generator.device, rounded_copy)
-        for tensor, scale in ((cache.state, 1.0), (cache.x, 1.0), (cache.B, 0.5), (cache.dt, 1.0)):
+        cache = Mamba2Cache.allocate(rows + 1, HEADS, GROUPS, P, N, generator.device)
+        for tensor, scale in ((cache.high, 1.0), (cache.x, 1.0), (cache.B, 0.5), (cache.dt, 1.0)):
             for part in tensor:
                 part.copy_(normal(tuple(part.shape), generator, scale))
-        cache.rounded.copy_(cache.state)
-        # every place in the chunk but the last: a fold would change the state between two calls
-        reached = torch.randint(1, 8193, (rows,), generator=generator, device=generator.device)
+        # a chunk that is not the first, every place in it but the last: a fold would change the state between two calls
+        reached = torch.randint(CHUNK + 1, 8193, (rows,), generator=generator, device=generator.device)
         reached -= (reached % CHUNK == 0).to(reached.dtype)
         slots = 1 + torch.randperm(rows, generator=generator, device=generator.device, dtype=torch.int32)
         A, D, dt_bias = parameters(generator)
         cache.cs.copy_(torch.cumsum(torch.nn.functional.softplus(cache.dt.float() + dt_bias[:, None]) * A[:, None], -1))
-        return Inputs((*draw_tokens(rows, generator), reached, slots), (A, D, dt_bias, *cache.tensors()))
+        # the last one is the state of a recurrent update, for stock
+        return Inputs((*draw_tokens(rows, generator), reached, slots), (A, D, dt_bias, *cache.tensors(), cache.state(torch.arange(rows + 1))))
 
     def exact(x, dt, B, C, reached, slots, A, D, dt_bias, *cache):
-        return mamba2_decode(x, dt, A, B, C, D, dt_bias, reached, slots, *cache, 0)
+        return mamba2_decode(x, dt, A, B, C, D, dt_bias, reached, slots, *cache[:-1], 0)
 
-    def reference(x, dt, B, C, reached, slots, A, D, dt_bias, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer):
+    def reference(x, dt, B, C, reached, slots, A, D, dt_bias, high, low, x_buffer, B_buffer, dt_buffer, cs_buffer, _):
         slots, place, ratio = slots.long(), ((reached - 1) % CHUNK).long(), HEADS // GROUPS
         rows = torch.arange(len(slots), device=x.device)
         xs, bs, raw = (t[slots].double() for t in (x_buffer, B_buffer, dt_buffer))
@@ -178,17 +179,17 @@ def _decode_case(rounded_copy: bool) -> Case:
         now = total[rows, :, place][..., None]
         cb = torch.einsum("rgn,rgkn->rgk", C.double(), bs).repeat_interleave(ratio, 1)
         y = torch.einsum("rhk,rhkp->rhp", torch.where(live[:, None], cb * (now - total).clamp_max(0).exp() * step, 0.0), xs)
-        y += torch.einsum("rhn,rhpn->rhp", C.double().repeat_interleave(ratio, 1), state[slots].double()) * now.exp()
+        y += torch.einsum("rhn,rhpn->rhp", C.double().repeat_interleave(ratio, 1), high[slots].double()) * now.exp()
         return y + x.double() * D.double()[:, None]
 
-    def stock_timed(x, dt, B, C, reached, slots, A, D, dt_bias, state, *_):
+    def stock_timed(x, dt, B, C, reached, slots, A, D, dt_bias, *cache):
         from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
 
         def expand(t, *shape):
             return t.view(*t.shape, *(1,) * len(shape)).expand(*t.shape, *shape)
 
         out = torch.empty_like(x)
-        selective_state_update(state, x, expand(dt, P), expand(A, P, N), B, C, expand(D, P), expand(dt_bias, P), dt_softplus=True,
+        selective_state_update(cache[-1], x, expand(dt, P), expand(A, P, N), B, C, expand(D, P), expand(dt_bias, P), dt_softplus=True,
                                state_batch_indices=slots, dst_state_batch_indices=slots, out=out)
         return out
 
@@ -199,8 +200,7 @@ def _decode_case(rounded_copy: bool) -> Case:
         return call
 
     configurations = {f"block {b}, {w} warps": configured(b, w) for b, w in ((16, 4), (32, 2), (64, 4), (128, 4), (64, 8))}
-    return Case("mamba2_scan", f"decode{'' if rounded_copy else ', fp32 state only'}", ("nemotron-3.5",), inputs, exact, reference, None, stock_timed,
-                configurations=configurations if rounded_copy else {}, prefill=())
+    return Case("mamba2_scan", "decode", ("nemotron-3.5",), inputs, exact, reference, None, stock_timed, configurations=configurations, prefill=())
 
 
-CASES = [_prefill_case(), _decode_case(True), _decode_case(False)]
+CASES = [_prefill_case(), _decode_case()]

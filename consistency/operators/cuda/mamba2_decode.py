@@ -1,8 +1,8 @@
 """One decode step of the Mamba2 scan, with the bits of the scan's own row, and prefill from and into the decode cache.
 
 Contract: that of `mamba2_scan`. Decode keeps, for each slot, the state at the last chunk boundary and the x, B, dt and cs of the open chunk.
-It reads the state (a bf16 copy of it, when the cache holds one: the rounding is the scan's own) and writes it only when a chunk fills; a
-recurrent update reads and writes it in fp32 at every step.
+It reads the upper half of the state (its bf16 rounding, the scan's own) and writes it only when a chunk fills; a recurrent update reads and writes
+it in fp32 at every step.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from consistency.operators.cuda.mamba2_scan import CHUNK, ChunkTable, assert_inputs, exp_base2, scan_with_state, softplus
+from consistency.operators.cuda.mamba2_scan import CHUNK, ChunkTable, assert_inputs, exp_base2, round_state, scan_with_state, softplus
 
 DECODE_APPEND = {"BLOCK_K": 64, "num_warps": 4}
 DECODE_ROW = {"BLOCK_K": 128, "num_warps": 4}
@@ -24,12 +24,13 @@ whatever ran before the step is complete."""
 
 @dataclass
 class Mamba2Cache:
-    """Per slot: the state at the last chunk boundary, and the rows of the open chunk."""
+    """Per slot: the fp32 state at the last chunk boundary in two halves, and the rows of the open chunk. Slots may be strided."""
 
-    state: torch.Tensor
-    """fp32 [slots, heads, P, N]."""
-    rounded: torch.Tensor
-    """bf16 copy of `state` for decode to read, or `state` itself to save memory."""
+    high: torch.Tensor
+    """bf16 [slots, heads, P, N]: the state as the scan rounds it (`round_state`), which is all that a decode step reads."""
+    low: torch.Tensor
+    """int16, the same shape: the lower half of the fp32 bits. With `high` it gives the state back, since `round_state` went up exactly where the
+    lower half is 0x8000 or more."""
     x: torch.Tensor
     """bf16 [slots, heads, 128, P]."""
     B: torch.Tensor
@@ -40,19 +41,38 @@ class Mamba2Cache:
     """fp32 [slots, heads, 128]: cumulative sum of dt * A."""
 
     @classmethod
-    def allocate(cls, slots: int, heads: int, groups: int, p: int, n: int, device: torch.device | str, rounded_copy: bool = True,
+    def over(cls, state: torch.Tensor, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, cs: torch.Tensor) -> "Mamba2Cache":
+        """A cache whose halves lie in the memory of `state`, fp32 [slots, heads, P, N]: it takes no more than the state of a recurrent update."""
+        assert state.dtype == torch.float32 and state[0].is_contiguous()
+        flat = state.view(len(state), -1).view(torch.bfloat16)
+        high, low = flat.split(flat.shape[1] // 2, 1)
+        return cls(high.view(state.shape), low.view(torch.int16).view(state.shape), x, B, dt, cs)
+
+    @classmethod
+    def allocate(cls, slots: int, heads: int, groups: int, p: int, n: int, device: torch.device | str,
                  dtype: torch.dtype = torch.bfloat16) -> "Mamba2Cache":
-        """Zeroed cache. Unused rows must hold finite values: masked rows still pass through tensor cores."""
+        """Zeroed cache."""
         def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        state = new(slots, heads, p, n, dtype=torch.float32)
-        return cls(state, new(slots, heads, p, n) if rounded_copy else state, new(slots, heads, CHUNK, p), new(slots, groups, CHUNK, n),
-                   new(slots, heads, CHUNK), new(slots, heads, CHUNK, dtype=torch.float32))
+        return cls.over(new(slots, heads, p, n, dtype=torch.float32), new(slots, heads, CHUNK, p), new(slots, groups, CHUNK, n),
+                        new(slots, heads, CHUNK), new(slots, heads, CHUNK, dtype=torch.float32))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors in the order of `mamba2_decode`."""
-        return self.state, self.rounded, self.x, self.B, self.dt, self.cs
+        return self.high, self.low, self.x, self.B, self.dt, self.cs
+
+    def state(self, slots: torch.Tensor) -> torch.Tensor:
+        """fp32 [requests, heads, P, N]: the states of these slots."""
+        low = self.low[slots].int() & 0xFFFF
+        high = self.high[slots].view(torch.int16).int() - (low >= 0x8000).int()
+        return ((high << 16) | low).view(torch.float32)
+
+    def store(self, slots: torch.Tensor, state: torch.Tensor) -> None:
+        """Puts fp32 states into these slots."""
+        bits = state.view(torch.int32)
+        self.high[slots] = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        self.low[slots] = ((bits << 16) >> 16).to(torch.int16)
 
 
 @triton.jit
@@ -113,10 +133,10 @@ def _add_block(accumulator, decay, step, x, k, m, cb_ptr):
 
 
 @triton.jit
-def _row_kernel(x_ptr, dt_ptr, C_ptr, A_ptr, D_ptr, bias_ptr, lengths_ptr, slots_ptr, state_ptr, rounded_ptr, x_buffer, B_buffer, dt_buffer,
-                cs_buffer, cb_ptr, y_ptr, x_stride, dt_stride, C_stride, state_slot, rounded_slot, x_slot, B_slot, dt_slot, cs_slot, null_slot,
+def _row_kernel(x_ptr, dt_ptr, C_ptr, A_ptr, D_ptr, bias_ptr, lengths_ptr, slots_ptr, high_ptr, low_ptr, x_buffer, B_buffer, dt_buffer,
+                cs_buffer, cb_ptr, y_ptr, x_stride, dt_stride, C_stride, high_slot, low_slot, x_slot, B_slot, dt_slot, cs_slot, null_slot,
                 HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-                HAS_ROUNDED: tl.constexpr, OVERLAP: tl.constexpr):
+                OVERLAP: tl.constexpr):
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
     if slot == null_slot:
@@ -135,7 +155,7 @@ def _row_kernel(x_ptr, dt_ptr, C_ptr, A_ptr, D_ptr, bias_ptr, lengths_ptr, slots
     cb_ptr += (request * (HEADS // RATIO) + head // RATIO) * CHUNK
     # in the first chunk the slot still holds another request's state
     carried = (n[:, None] >= 0) & (p[None, :] >= 0) & (position >= CHUNK)
-    state = tl.load(rounded_ptr + slot * rounded_slot + head * P * N + p[None, :] * N + n[:, None], mask=carried, other=0.0)
+    state = tl.load(high_ptr + slot * high_slot + head * P * N + p[None, :] * N + n[:, None], mask=carried, other=0.0)
     c = tl.load(C_ptr + request * C_stride + head // RATIO * N + n[None, :] + rows * 0, mask=(rows == 0) & (n[None, :] >= 0), other=0.0)
     x_m = tl.load(x_ptr + request * x_stride + head * P + p)[None, :]
     bias = tl.load(bias_ptr + head).to(tl.float32)
@@ -175,11 +195,13 @@ def _row_kernel(x_ptr, dt_ptr, C_ptr, A_ptr, D_ptr, bias_ptr, lengths_ptr, slots
                 scale *= softplus(tl.load(dt_rows + place).to(tl.float32) + bias)
                 fold = tl.dot(x_t, (b * scale[:, None]).to(x_t.dtype), fold)
             where = head * P * N + q[:, None] * N + n[None, :]
-            old = tl.load(state_ptr + slot * state_slot + where, mask=(q[:, None] >= 0) & (n[None, :] >= 0) & (position >= CHUNK), other=0.0)
+            full = (q[:, None] >= 0) & (n[None, :] >= 0) & (position >= CHUNK)
+            low = tl.load(low_ptr + slot * low_slot + where, mask=full, other=0).to(tl.int32) & 0xFFFF
+            high = tl.load(high_ptr + slot * high_slot + where, mask=full, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+            old = (((high - (low >= 0x8000).to(tl.int32)) << 16) | low).to(tl.float32, bitcast=True)
             new = tl.fma(tl.zeros_like(fold) + exp_base2(cs_m), old, fold)
-            tl.store(state_ptr + slot * state_slot + where, new)
-            if HAS_ROUNDED:
-                tl.store(rounded_ptr + slot * rounded_slot + where, new.to(rounded_ptr.dtype.element_ty))
+            tl.store(high_ptr + slot * high_slot + where, round_state(new))
+            tl.store(low_ptr + slot * low_slot + where, new.to(tl.int32, bitcast=True).to(tl.int16))
 
 
 def decode_into(y: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor,
@@ -191,10 +213,10 @@ def decode_into(y: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Ten
     """
     assert_inputs(x, dt, A, B, C, D, dt_bias)
     (requests, heads, p), (groups, n) = x.shape, B.shape[1:]
-    state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer = cache.tensors()
+    high, low, x_buffer, B_buffer, dt_buffer, cs_buffer = cache.tensors()
     assert lengths.shape == slots.shape == (requests,) and lengths.stride() == slots.stride() == (1,)
     assert not lengths.is_floating_point() and not slots.is_floating_point()
-    assert state.shape[1:] == rounded.shape[1:] == (heads, p, n) and state.dtype == torch.float32
+    assert high.shape[1:] == low.shape[1:] == (heads, p, n) and high.dtype == x.dtype and low.dtype == torch.int16
     assert x_buffer.shape[1:] == (heads, CHUNK, p) and B_buffer.shape[1:] == (groups, CHUNK, n) and dt_buffer.dtype == dt.dtype
     assert all(t[0].is_contiguous() for t in cache.tensors()) and y.shape == x.shape and y.is_contiguous()
     if not requests:
@@ -207,23 +229,22 @@ def decode_into(y: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Ten
         x.stride(0), dt.stride(0), B.stride(0), C.stride(0), *strides[2:], null_slot, *widths, s["BLOCK_K"], OVERLAP, num_warps=s["num_warps"])
     s = DECODE_ROW
     _row_kernel[(heads, requests)](
-        x, dt, C, A, D, dt_bias, lengths, slots, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer, cb, y,
-        x.stride(0), dt.stride(0), C.stride(0), *strides, null_slot, *widths, s["BLOCK_K"], rounded.data_ptr() != state.data_ptr(), OVERLAP,
-        num_warps=s["num_warps"], launch_pdl=OVERLAP)
+        x, dt, C, A, D, dt_bias, lengths, slots, high, low, x_buffer, B_buffer, dt_buffer, cs_buffer, cb, y,
+        x.stride(0), dt.stride(0), C.stride(0), *strides, null_slot, *widths, s["BLOCK_K"], OVERLAP, num_warps=s["num_warps"], launch_pdl=OVERLAP)
 
 
-@torch.library.custom_op("consistency_cuda::mamba2_decode", mutates_args=("state", "rounded", "x_buffer", "B_buffer", "dt_buffer", "cs_buffer"))
+@torch.library.custom_op("consistency_cuda::mamba2_decode", mutates_args=("high", "low", "x_buffer", "B_buffer", "dt_buffer", "cs_buffer"))
 def mamba2_decode(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor,
-                  lengths: torch.Tensor, slots: torch.Tensor, state: torch.Tensor, rounded: torch.Tensor, x_buffer: torch.Tensor,
+                  lengths: torch.Tensor, slots: torch.Tensor, high: torch.Tensor, low: torch.Tensor, x_buffer: torch.Tensor,
                   B_buffer: torch.Tensor, dt_buffer: torch.Tensor, cs_buffer: torch.Tensor, null_slot: int) -> torch.Tensor:
-    """`decode_into` as a registered operator; the tensors from `state` on are those of `Mamba2Cache`. Returns y [requests, heads, P]."""
+    """`decode_into` as a registered operator; the tensors from `high` on are those of `Mamba2Cache`. Returns y [requests, heads, P]."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    decode_into(y, x, dt, A, B, C, D, dt_bias, lengths, slots, Mamba2Cache(state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer), null_slot)
+    decode_into(y, x, dt, A, B, C, D, dt_bias, lengths, slots, Mamba2Cache(high, low, x_buffer, B_buffer, dt_buffer, cs_buffer), null_slot)
     return y
 
 
 @mamba2_decode.register_fake
-def _(x, dt, A, B, C, D, dt_bias, lengths, slots, state, rounded, x_buffer, B_buffer, dt_buffer, cs_buffer, null_slot):
+def _(x, dt, A, B, C, D, dt_bias, lengths, slots, high, low, x_buffer, B_buffer, dt_buffer, cs_buffer, null_slot):
     return x.new_empty(x.shape)
 
 
@@ -282,11 +303,9 @@ def mamba2_prefill(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.
         where = slots[old_sequence]
         x, dt = extend(x, cache.x[where, :, old_place]), extend(dt, cache.dt[where, :, old_place])
         B, C = extend(B, cache.B[where, :, old_place]), extend(C, None)
-    initial = torch.where(table.carried, cache.state[slots], 0.0)
+    initial = torch.where(table.carried, cache.state(slots), 0.0)
     y, boundary, cs = scan_with_state(x, dt, A, B, C, D, dt_bias, table.chunks, initial)
-    cache.state[slots] = boundary
-    if cache.rounded.data_ptr() != cache.state.data_ptr():
-        cache.rounded[slots] = boundary.to(cache.rounded.dtype)
+    cache.store(slots, boundary)
     rows, sequence, place, chunk = table.open
     where = slots[sequence]
     cache.x[where, :, place], cache.B[where, :, place] = x[rows], B[rows]

@@ -3,7 +3,7 @@
 Contract. Positions are cut at absolute multiples of the chunk (128). With dt = softplus(dt_raw + bias), all in fp32:
   cs[m] = fma(dt[m], A, cs[m-1]) inside a chunk, strictly in order of position (a tree would depend on the launch);
   cb[m, k] = C[m] . B[k], bf16 operands, one fp32 accumulator;
-  state entering a chunk is kept in fp32 and rounded to bf16 where it is multiplied;
+  state entering a chunk is kept in fp32 and rounded to bf16, a tie away from zero, where it is multiplied;
   y[m] = bf16(fma(x[m], D, (C[m] . state) * exp(cs[m]) + sum over k <= m of bf16(cb * exp(min(cs[m]-cs[k], 0)) * dt[k]) x[k])), where the
   sum continues the accumulator of the first product over ascending k;
   a full chunk folds: state' = fma(exp(cs[last]), state, sum over k of x[k] bf16(B[k] * (exp(min(cs[last]-cs[k], 0)) * dt[k]))).
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from consistency.layout import Layout
+from consistency.operators.cuda.eager import eager
 
 CHUNK = 128
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -84,6 +85,12 @@ def mamba2_scan_reference(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B:
 @triton.jit
 def exp_base2(x):
     return tl.math.exp2(LOG2E * x)
+
+
+@triton.jit
+def round_state(state):
+    """fp32 to bf16, to nearest and a tie away from zero, so that the lower half of the bits says whether it went up: decode keeps both halves."""
+    return ((state.to(tl.int32, bitcast=True) + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -175,7 +182,7 @@ def _state_passing_kernel(states_ptr, cs_ptr, lengths_ptr, sequences_ptr, initia
         state = tl.zeros((BLOCK,), dtype=tl.float32)
     for chunk in range(first, end):
         row = chunk.to(tl.int64) * HEADS + head
-        tl.store(entering_ptr + row * DIM + offsets, state.to(entering_ptr.dtype.element_ty))
+        tl.store(entering_ptr + row * DIM + offsets, round_state(state))
         if tl.load(lengths_ptr + chunk) == CHUNK:
             decay = tl.zeros((BLOCK,), dtype=tl.float32) + exp_base2(tl.load(cs_ptr + row * CHUNK + CHUNK - 1))
             state = tl.fma(decay, state, tl.load(states_ptr + row * DIM + offsets))
@@ -254,22 +261,29 @@ def cumulative_sums(dt: torch.Tensor, A: torch.Tensor, dt_bias: torch.Tensor, ta
     return step, cs
 
 
-def scan_with_state(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor,
-                    table: ChunkTable, initial: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The scan, with what decode needs to go on.
+@dataclass(frozen=True)
+class Chunks:
+    """What the rows of a chunk need beside its own inputs."""
 
-    Returns y [tokens, heads, P], the fp32 state at the last chunk boundary of each sequence [sequences, heads, P, N], and the cumulative
-    sums [chunks, heads, 128]. `initial` is the fp32 state with which each sequence enters its first chunk.
-    """
-    assert_inputs(x, dt, A, B, C, D, dt_bias)
-    (tokens, heads, p), (groups, n), chunks, sequences = x.shape, B.shape[1:], table.starts.shape[0], table.sequences.shape[0] - 1
+    step: torch.Tensor
+    """fp32 [chunks, heads, 128]: softplus of the raw dt."""
+    cs: torch.Tensor
+    """fp32 [chunks, heads, 128]: cumulative sum of step * A."""
+    entering: torch.Tensor
+    """bf16 [chunks, heads, P, N]: state that enters the chunk."""
+    boundary: torch.Tensor
+    """fp32 [sequences, heads, P, N]: state at the last chunk boundary of each sequence."""
+    cb: torch.Tensor
+    """fp32 [chunks, groups, 128, 128]: C . B, its blocks on and below the diagonal."""
+
+
+def prepare_chunks(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, dt_bias: torch.Tensor,
+                   table: ChunkTable, initial: torch.Tensor | None = None) -> Chunks:
+    """The scan up to its output. There must be a chunk."""
+    (_, heads, p), (groups, n), chunks, sequences = x.shape, B.shape[1:], table.starts.shape[0], table.sequences.shape[0] - 1
     new, ratio = (lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)), heads // groups
     states, entering = new(chunks, heads, p, n), new(chunks, heads, p, n, dtype=x.dtype)
-    boundary, cb, y = new(sequences, heads, p, n), new(chunks, groups, CHUNK, CHUNK), new(tokens, heads, p, dtype=x.dtype)
-    if initial is not None:
-        assert initial.shape == boundary.shape and initial.dtype == torch.float32 and initial.is_contiguous()
-    if not chunks:
-        return y, boundary.zero_() if initial is None else initial.clone(), new(0, heads, CHUNK)
+    boundary, cb = new(sequences, heads, p, n), new(chunks, groups, CHUNK, CHUNK)
     step, cs = cumulative_sums(dt, A, dt_bias, table)
     s = CHUNK_STATE
     _chunk_state_kernel[(p // min(p, s["BLOCK_P"]) * (n // min(n, s["BLOCK_N"])), chunks, heads)](
@@ -282,11 +296,29 @@ def scan_with_state(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch
     _chunk_cb_kernel[((CHUNK // s["BLOCK_M"]) * (CHUNK // s["BLOCK_N"]), chunks, groups)](
         C, B, table.starts, table.lengths, cb, C.stride(0), B.stride(0), groups, n, CHUNK, s["BLOCK_M"], s["BLOCK_N"], min(n, s["BLOCK_K"]),
         num_warps=s["num_warps"], num_stages=s["num_stages"])
-    s = CHUNK_SCAN
+    return Chunks(step, cs, entering, boundary, cb)
+
+
+def scan_with_state(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor,
+                    table: ChunkTable, initial: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The scan, with what decode needs to go on.
+
+    Returns y [tokens, heads, P], the fp32 state at the last chunk boundary of each sequence [sequences, heads, P, N], and the cumulative
+    sums [chunks, heads, 128]. `initial` is the fp32 state with which each sequence enters its first chunk.
+    """
+    assert_inputs(x, dt, A, B, C, D, dt_bias)
+    (tokens, heads, p), n, chunks, sequences = x.shape, B.shape[2], table.starts.shape[0], table.sequences.shape[0] - 1
+    if initial is not None:
+        assert initial.shape == (sequences, heads, p, n) and initial.dtype == torch.float32 and initial.is_contiguous()
+    y = torch.empty(tokens, heads, p, dtype=x.dtype, device=x.device)
+    if not chunks:
+        boundary = torch.zeros(sequences, heads, p, n, device=x.device) if initial is None else initial.clone()
+        return y, boundary, torch.empty(0, heads, CHUNK, device=x.device)
+    c, s = prepare_chunks(x, dt, A, B, C, dt_bias, table, initial), CHUNK_SCAN
     _chunk_scan_kernel[(CHUNK // s["BLOCK_M"] * (p // min(p, s["BLOCK_P"])), chunks, heads)](
-        x, C, D, step, cs, cb, entering, table.starts, table.lengths, y, x.stride(0), C.stride(0), heads, p, n, ratio, CHUNK,
+        x, C, D, c.step, c.cs, c.cb, c.entering, table.starts, table.lengths, y, x.stride(0), C.stride(0), heads, p, n, heads // B.shape[1], CHUNK,
         s["BLOCK_M"], min(p, s["BLOCK_P"]), s["BLOCK_K"], num_warps=s["num_warps"], num_stages=s["num_stages"])
-    return y, boundary, cs
+    return y, c.boundary, c.cs
 
 
 @torch.library.custom_op("consistency_cuda::mamba2_scan", mutates_args=())
@@ -305,13 +337,12 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
-    # the chunked formulation again, in fp32 and in torch: no atomics, so the same bits in every run
-    *inputs, starts, lengths, sequences = ctx.saved_tensors
-    with torch.enable_grad():
-        leaves = [t.detach().float().requires_grad_() for t in inputs]
-        y = mamba2_scan_reference(*leaves, starts, lengths, sequences)
-        grads = torch.autograd.grad(y, leaves, grad.float())
-    return *(g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)), None, None, None
+    from consistency.operators.cuda.mamba2_backward import scan_gradients
+
+    x, dt, A, B, C, D, dt_bias, *places = ctx.saved_tensors
+    table = ChunkTable(*places)
+    chunks = prepare_chunks(x, dt, A, B, C, dt_bias, table) if table.starts.shape[0] else None
+    return *scan_gradients(grad, x, dt, A, B, C, D, dt_bias, table, chunks), None, None, None
 
 
 mamba2_scan_op.register_autograd(_backward, setup_context=_setup)
@@ -329,6 +360,7 @@ def mamba2_scan(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Ten
 exact_rollout = "exact"
 """On the rollout side the binding is a choice of kernels and of the cache in the mixer, see engines/vllm_cuda.py."""
 stock_rollout = None
+_eager = eager(mamba2_scan_op, _setup, _backward)
 
 
 def exact_training(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor,
@@ -338,4 +370,4 @@ def exact_training(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.
     assert chunk == CHUNK, f"the contract's chunk is {CHUNK}, the model has {chunk}"
     x, dt, B, C = (layout.pack(t) for t in (x, dt, B, C))
     table = layout.kept("chunks", x.device, lambda: ChunkTable.build(list(layout.lengths), x.device))
-    return layout.unpack(mamba2_scan(x, dt, A, B, C, D, dt_bias, table))
+    return layout.unpack(_eager(x, dt, A, B, C, D, dt_bias, table.starts, table.lengths, table.sequences))

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from consistency.operators.cuda.case import Case, Inputs, check_gradients, equal_elements, normal
+from consistency.operators.cuda.eager import eager
 from consistency.operators.cuda.relu_squared import relu_squared
 from consistency.operators.cuda.silu_and_mul import silu_and_mul
 
@@ -310,8 +311,9 @@ CASES = _cases(2688, 1856, 128, 6)
 exact_rollout = "ordered_combine"
 """On the rollout side the engine's tuned kernels stay and their sum over slots is replaced, see engines/vllm_cuda.py."""
 stock_rollout = None
+_eager = eager(moe_experts_op, _setup, lambda ctx, *grads: _backward(ctx, grads))
 
 
 def exact_training(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **_) -> torch.Tensor:
     """x [T, hidden], w1 [experts, inner, hidden], w2 [experts, hidden, inner], weights fp32 and ids [T, k] -> [T, hidden]. Differentiable."""
-    return moe_experts(x, w1, w2, weights, ids)
+    return _eager(x, w1, w2, weights, ids, False)[0]

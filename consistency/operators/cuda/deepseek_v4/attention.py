@@ -33,8 +33,8 @@ def decode(q, window, window_length, extra, extra_length, pages, extra_pages, si
     return out.flatten(1)
 
 
-def _gather(pages: torch.Tensor, entries: int, slots: torch.Tensor) -> torch.Tensor:
-    """bf16 keys [n, 512] of the cache at these slots [n], without touching the others."""
+def gather(pages: torch.Tensor, entries: int, slots: torch.Tensor) -> torch.Tensor:
+    """bf16 keys [n, 512] of the cache at these slots [n], without touching the others; pages uint8 [pages, ...], `entries` to a page."""
     data, page, place = RECORD - 8, slots // entries, slots % entries
     values = pages.as_strided((len(pages), entries, data), (pages.stride(0), data, 1))[page, place]
     scales = pages.as_strided((len(pages), entries, 8), (pages.stride(0), 8, 1), pages.storage_offset() + entries * data)[page, place]
@@ -48,15 +48,22 @@ def through_prefill(q, window, window_length, extra, extra_length, pages, extra_
 
     The gather is plain torch; a kernel for it would move 640 keys per query once.
     """
+    keys = [gather(extra_pages, 256 // _ratio(extra), extra.clamp_min(0).flatten().long())] if extra.shape[1] else []
+    keys.append(gather(pages, PAGE, window.flatten().long()))
+    return attend_gathered(q, keys, window_length, extra_length, sink, torch.empty_like(q)).flatten(1)
+
+
+def attend_gathered(q, keys: list[torch.Tensor], window_length, extra_length, sink, out) -> torch.Tensor:
+    """Each query over keys of its own: [compressed keys [M * n, 512],] window [M * 128, 512], of which the first `*_length` count. Fills out."""
+    from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
+
     rows = len(q)
-    slots = [_gather(extra_pages, 256 // _ratio(extra), extra.clamp_min(0).flatten().long())] if extra.shape[1] else []
-    slots.append(_gather(pages, PAGE, window.flatten().long()))
-    own = torch.cat([keys.view(rows, -1, DIM) for keys in slots], 1)
+    own = torch.cat([part.view(rows, -1, DIM) for part in keys], 1)
     first = torch.arange(rows, device=q.device, dtype=torch.int32)[:, None] * own.shape[1]
-    local_extra = first + torch.arange(extra.shape[1], device=q.device, dtype=torch.int32)
-    local_window = first + torch.arange(WINDOW, device=q.device, dtype=torch.int32) + extra.shape[1]
-    indices, lengths = listed(local_window, window_length, local_extra, extra_length, 0)
-    return _prefill(q, indices, lengths, own.flatten(0, 1), sink)
+    places = first + torch.arange(own.shape[1], device=q.device, dtype=torch.int32)
+    indices, lengths = listed(places[:, -WINDOW:], window_length, places[:, :-WINDOW], extra_length, 0)
+    flash_mla_sparse_fwd(q=q, kv=own.view(-1, 1, DIM), indices=indices.unsqueeze(1), sm_scale=SCALE, attn_sink=sink, topk_length=lengths, out=out)
+    return out
 
 
 def _ratio(extra: torch.Tensor) -> int:
@@ -159,5 +166,6 @@ def _prefill_timed(q, window, window_length, extra, extra_length, pages, extra_p
 
 NAMES = {1: "sliding window", 4: "window and 512 of ratio 4", 128: "window and ratio 128"}
 CASES = [case for ratio, name in NAMES.items() for case in (
-    Case("attention", f"decode, {name}", FAMILY, _inputs(ratio), through_prefill, reference, decode, phases=_phases(ratio), most_rows=512, prefill=()),
+    Case("attention", f"decode, {name}", FAMILY, _inputs(ratio), through_prefill, reference, decode, phases=_phases(ratio), most_rows=512,
+         prefill=()),
     Case("attention", f"prefill, {name}", FAMILY, _inputs(ratio), None, reference, prefill, _prefill_timed, decode=(), prefill=(2048,)))]

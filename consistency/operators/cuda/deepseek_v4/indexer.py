@@ -154,6 +154,6 @@ CASES = [
     Case("indexer", f"top {TOP} of {ENTRIES}, decode", FAMILY, _top_inputs, lambda s, n: decode_top(s, n, sort=True), None, decode_top,
          phases=_top_phases, prefill=(), configurations={"one kernel for every row count": lambda s, n: decode_top(s, n, "persistent_topk", True),
                                                          "prefill kernel": lambda s, n: prefill_top(s, n, True), "torch": _torch_top}),
-    Case("indexer", f"top {TOP} of {ENTRIES}, prefill", FAMILY, _top_inputs, lambda s, n: decode_top(s, n, "persistent_topk", True), None, prefill_top,
-         configurations={"prefill kernel, sorted": lambda s, n: prefill_top(s, n, True), "torch": _torch_top}, prefill=(2048,)),
+    Case("indexer", f"top {TOP} of {ENTRIES}, prefill", FAMILY, _top_inputs, lambda s, n: decode_top(s, n, "persistent_topk", True), None,
+         prefill_top, configurations={"prefill kernel, sorted": lambda s, n: prefill_top(s, n, True), "torch": _torch_top}, prefill=(2048,)),
 ]

@@ -1,5 +1,7 @@
 """FP8 block linear layers, the grouped output projection, and the GEMMs that return fp32."""
 
+from functools import partial
+
 import torch
 
 from consistency.operators.cuda.case import Case, Inputs, columns, normal
@@ -9,10 +11,10 @@ from consistency.operators.cuda.linear import linear, tune
 GROUPS, RANK = 8, 1024
 
 
-def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantise(x: torch.Tensor, rounded: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
-    return per_token_group_quant_fp8(x, 128, column_major_scales=True, use_ue8m0=True)
+    return per_token_group_quant_fp8(x, 128, column_major_scales=True, use_ue8m0=rounded)
 
 
 def stock_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -23,13 +25,16 @@ def stock_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> 
     return torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm(x, weight, scale, 128, is_deep_gemm_e8m0_used())
 
 
-def deep_gemm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """DeepGEMM for every row count: what vLLM takes without FlashInfer's GEMM, or in batch-invariant mode."""
+def deep_gemm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, rounded: bool = True) -> torch.Tensor:
+    """DeepGEMM for every row count: what vLLM takes without FlashInfer's GEMM, or in batch-invariant mode.
+
+    rounded: activation scales are powers of two, as this model asks for.
+    """
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
-    quantised, x_scale = _quantise(x)
+    quantised, x_scale = _quantise(x, rounded)
     out = x.new_empty(x.shape[0], weight.shape[0])
-    fp8_gemm_nt((quantised, x_scale), (weight, scale), out, is_deep_gemm_e8m0_used=True)
+    fp8_gemm_nt((quantised, x_scale), (weight, scale), out, is_deep_gemm_e8m0_used=rounded)
     return out
 
 
@@ -66,7 +71,8 @@ def _fp8_case(label: str, k: int, n: int) -> Case:
 
     return Case("linear", f"FP8 {label} {k}x{n}", FAMILY, inputs, deep_gemm, linear_reference, stock_linear, counts=LONG_SWEEP,
                 most_rows=LONG_SWEEP[-1],
-                configurations={"FlashInfer": flash_infer, "Triton": _triton, "fp64 sums of the FP8 values": _emulated}, prefill=(2048,))
+                configurations={"FlashInfer": flash_infer, "Triton": _triton, "DeepGEMM, scales not rounded": partial(deep_gemm, rounded=False),
+                                 "fp64 sums of the FP8 values": _emulated}, prefill=(2048,))
 
 
 def _quantise_case() -> Case:
@@ -91,13 +97,17 @@ def stock_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
+linear_fp32 = partial(linear, fp32_out=True)
+"""the project's own: no split of K for any row count"""
+
+
 def _fp32_case(label: str, n: int) -> Case:
     def inputs(rows: int, generator: torch.Generator) -> Inputs:
         weight = normal((n, HIDDEN), generator, HIDDEN**-0.5)
         return Inputs((normal((rows, HIDDEN), generator),), (weight,))
 
-    return Case("linear", f"fp32 result, {label} {HIDDEN}x{n}", FAMILY, inputs, None, lambda x, w: x.double() @ w.double().t(), stock_fp32,
-                counts=LONG_SWEEP, most_rows=LONG_SWEEP[-1], prefill=(2048,),
+    return Case("linear", f"fp32 result, {label} {HIDDEN}x{n}", FAMILY, inputs, linear_fp32, lambda x, w: x.double() @ w.double().t(), stock_fp32,
+                prepare=partial(tune, fp32_out=True), counts=LONG_SWEEP, most_rows=LONG_SWEEP[-1], prefill=(2048,),
                 configurations={"fp32 operands": lambda x, w: x.float() @ w.float().t()})
 
 

@@ -1,10 +1,14 @@
 """Router: the gate's GEMM, top-6 of the biased square root of softplus, and the weights of experts that a table names by token."""
 
+from functools import partial
+
 import torch
 
 from consistency.models.deepseek_v4 import FLASH
 from consistency.operators.cuda.case import Case, Inputs, columns, normal
+from consistency.operators.cuda.deepseek_v4.linear import linear_fp32
 from consistency.operators.cuda.deepseek_v4.shapes import FAMILY, HIDDEN, LONG_SWEEP
+from consistency.operators.cuda.linear import tune
 
 EXPERTS, TOP, SCALE = FLASH["n_routed_experts"], FLASH["num_experts_per_tok"], FLASH["routed_scaling_factor"]
 VOCABULARY = FLASH["vocab_size"]
@@ -93,7 +97,8 @@ def _hash_inputs(rows: int, generator: torch.Generator) -> Inputs:
 
 
 CASES = [
-    Case("router", f"gate {HIDDEN}x{EXPERTS}", FAMILY, _gate_inputs, None, lambda x, w: x.double() @ w.double().t(), stock_gate,
+    Case("router", f"gate {HIDDEN}x{EXPERTS}", FAMILY, _gate_inputs, linear_fp32, lambda x, w: x.double() @ w.double().t(), stock_gate,
+         prepare=partial(tune, fp32_out=True),
          counts=LONG_SWEEP, most_rows=LONG_SWEEP[-1], prefill=(2048,), configurations={"cuBLAS": _cublas, "kernel for few rows": _kernel_for_few}),
     Case("router", f"top {TOP} of {EXPERTS}, slots in order", FAMILY, _top_inputs, None, top_reference,
          lambda *a: columns(*stock_top(*a)), stock_top, counts=LONG_SWEEP, most_rows=LONG_SWEEP[-1], prefill=(2048,),
