@@ -42,6 +42,8 @@ MAY_DIFFER = ("plugin", "contract", "kernels")
 TIMED_CONDITION = "timed runs against the loss"
 TIMED_REQUESTS = 4
 """Requests of each timed run whose log-probabilities are compared, drawn afterwards."""
+STARTS = 2
+"""engines that start at the same time on a GPU: they share its memory, and the processor while they compile"""
 HEARTBEAT_SECONDS = 0.5
 
 
@@ -118,6 +120,7 @@ class _Verification:
         self.order = self.roster.order(self.plan)
         self.alive: set[Process] = set()
         self.starting: set[Process] = set()
+        self.finished: set[Process] = set()
         self.timed: dict[Process, list[Run]] = {}
         self.configured: dict[Process, list[Any]] = {}
         self.sampled: dict[str, dict[int, list[int]]] = {}
@@ -215,26 +218,28 @@ class _Verification:
             else:
                 self._take(probe, answer)
             self._decide_conditions()
+        self.finished.add(process)
         if self.matrix.timing and process in TIMED and self.roster.apart:
             self.timed[process] = timed_alone(session, self.matrix.timing, self.draw, lambda: self._say("throughput", process))
             self.configured[process] = [started.get("engine"), session.run({"kind": "step_config"}).data.get("engine")]
         if not self.roster.stays(process):
-            yield self._may_end
             session.end()
             yield session.ended
             session.close()
             self.alive.discard(process)
 
     def _may_start(self, process: Process) -> bool:
-        """On a GPU engines start one after the other, in order and as there is room: each plans with the memory that it finds free."""
+        """On a GPU engines start in order, two at a time, as there is room; the timed ones while nothing else is busy, since stock picks the settings
+        of some kernels by timing them."""
         if self.roster.setup.device == "cpu":
             return True
         before = self.order[: self.order.index(process)]
-        return not self.starting and all(p in self.sessions for p in before) and self.roster.room(process, self.alive)
-
-    def _may_end(self) -> bool:
-        """Memory that is given back while another engine measures how much is free would confuse it."""
-        return self.roster.setup.device == "cpu" or not self.starting
+        if process in TIMED:
+            quiet = all(p in self.finished for p in before)
+        else:
+            timing = self.roster.apart and any(p in self.alive for p in TIMED)
+            quiet = len(self.starting) < STARTS and all(p in self.sessions for p in before) and not timing
+        return quiet and self.roster.room(process, self.alive)
 
     def _can_run(self, probe: Probe) -> bool:
         return probe.step == "generate" or probe.requests in self.sampled
@@ -418,9 +423,9 @@ class _Verification:
 def _not_as_asked(session: Session, process: Process) -> list[Objection]:
     """Settings that the engine reports with another value than the parent asked for."""
     reported = session.started.get("engine") or {}
-    return [Objection("config_changed", f"{process}: {name} is {reported[name]!r}, {value!r} was asked for")
-            for name, value in session.job.settings.items()
-            if name not in MAY_DIFFER and name in reported and reported[name] != value and reported[name] is not None]
+    return [Objection("config_changed", f"{process}: {name} is {values[name]!r}, {value!r} was asked for")
+            for name, value in session.job.settings.items() if name not in MAY_DIFFER
+            for values in (reported, reported.get("live") or {}) if values.get(name) not in (None, value)]
 
 
 def harness() -> str:

@@ -64,3 +64,50 @@ def test_padding_is_dropped_and_put_back_as_zeros():
     assert packed[:, 0].tolist() == [0, 1, 2, 3] and layout.unpack(packed)[:, 0].tolist() == [0, 1, 2, 3, 0, 0]
     layout.unpack(packed * 2).sum().backward()
     assert rows.grad[:, 0].tolist() == [2, 2, 2, 2, 0, 0]
+
+
+# ---- the eager route of registered operators, on an operator that has a CPU kernel -------------------------------------
+
+
+@torch.library.custom_op("consistency_test::split_scaled", mutates_args=())
+def split_scaled(x: torch.Tensor, weight: torch.Tensor, factor: float) -> list[torch.Tensor]:
+    return [x * weight * factor, x + weight]
+
+
+@split_scaled.register_fake
+def _(x, weight, factor):
+    return [torch.empty_like(x), torch.empty_like(x)]
+
+
+def _setup(ctx, inputs, output):
+    x, weight, ctx.factor = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, grads):
+    x, weight = ctx.saved_tensors
+    return grads[0] * weight * ctx.factor, grads[0] * x * ctx.factor, None
+
+
+split_scaled.register_autograd(_backward, setup_context=_setup)
+
+
+@pytest.mark.parametrize("how", ["plain", "recomputed", "compiled"])
+def test_eager_route_gives_the_registered_operators_results_and_gradients(how):
+    from torch.utils.checkpoint import checkpoint
+
+    call = eager.eager(split_scaled, _setup, lambda ctx, *grads: _backward(ctx, grads))
+    if how == "compiled":
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (split_scaled, call):
+        leaves = [torch.arange(1.0, 5.0, requires_grad=True), torch.full((4,), 3.0, requires_grad=True)]
+        run = (lambda *a, f=function: checkpoint(f, *a, use_reentrant=False)) if how == "recomputed" else function
+        out, other = run(*leaves, 0.5)
+        (out * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
+        found.append([out.detach(), other.detach(), *(leaf.grad for leaf in leaves)])
+        assert not other.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with torch.no_grad():
+        assert torch.equal(call(torch.ones(2), torch.ones(2), 2.0)[0], torch.full((2,), 2.0))

@@ -259,30 +259,42 @@ class PrefillTable:
     """int64: rows taken from buffers, their sequence, their place in the chunk."""
     open: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     """int64: rows that stay in the open chunk afterwards, their sequence, their place, their chunk."""
-    carried: torch.Tensor
-    """bool [sequences, 1, 1, 1]: the cache holds a state of this request. In the first chunk it still holds another's."""
+    carried: torch.Tensor | None
+    """int64: sequences of which the cache holds a state; in its first chunk a slot still holds another request's. None: there are none."""
+    folded: torch.Tensor | None
+    """int64: sequences that fill a chunk, so that their state changes. None: there are none."""
     tokens: int
 
     @classmethod
     def build(cls, lengths: list[int], computed: list[int], device: torch.device | str) -> "PrefillTable":
-        """`lengths` new tokens of each sequence, of which `computed` are already in the cache."""
-        new, old, left, extended, row, chunk = [], [], [], [], 0, 0
-        for sequence, (length, done) in enumerate(zip(lengths, computed, strict=True)):
-            before = done % CHUNK
-            old += [(row + i, sequence, i) for i in range(before)]
-            new += range(row + before, row + before + length)
-            total = before + length
-            full = total // CHUNK
-            left += [(row + full * CHUNK + i, sequence, i, chunk + full) for i in range(total % CHUNK)]
-            extended.append(total)
-            row, chunk = row + total, chunk + -(-total // CHUNK)
+        """`lengths` new tokens of each sequence, of which `computed` are already in the cache. One copy to the device for all maps."""
+        before = torch.tensor(computed) % CHUNK
+        length = torch.tensor(lengths)
+        total = before + length
+        first_row = total.cumsum(0) - total
+        chunks = -(-total // CHUNK)
+        first_chunk, full = chunks.cumsum(0) - chunks, total // CHUNK
 
-        def columns(rows: list, width: int) -> tuple[torch.Tensor, ...]:
-            return tuple(torch.tensor(c, dtype=torch.int64, device=device) for c in (zip(*rows, strict=True) if rows else [()] * width))
+        def counted(count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Sequence and running number of each of `count` things of every sequence."""
+            sequence = torch.repeat_interleave(torch.arange(len(count)), count)
+            return sequence, torch.arange(int(count.sum())) - (count.cumsum(0) - count)[sequence]
 
-        carried = torch.tensor([done >= CHUNK for done in computed], device=device).view(-1, 1, 1, 1)
-        return cls(ChunkTable.build(extended, device), torch.tensor(new, dtype=torch.int64, device=device), columns(old, 3), columns(left, 4),
-                   carried, row)
+        sequence, place = counted(length)
+        new = first_row[sequence] + before[sequence] + place
+        sequence, place = counted(before)
+        old = first_row[sequence] + place, sequence, place
+        sequence, place = counted(total % CHUNK)
+        left = first_row[sequence] + full[sequence] * CHUNK + place, sequence, place, first_chunk[sequence] + full[sequence]
+        sequence, place = counted(chunks)
+        starts = first_row[sequence] + place * CHUNK
+        sizes = torch.minimum(total[sequence] - place * CHUNK, torch.tensor(CHUNK))
+        bounds = torch.cat((first_chunk, chunks.sum()[None]))
+        maps = [new, *old, *left, (torch.tensor(computed) >= CHUNK).nonzero()[:, 0], (full > 0).nonzero()[:, 0], starts, sizes, bounds]
+        parts = torch.cat(maps).to(device).split([len(m) for m in maps])
+        carried, folded = (part if len(part) else None for part in parts[8:10])
+        table = ChunkTable(*(part.int() for part in parts[10:]))
+        return cls(table, parts[0], (parts[1], parts[2], parts[3]), (parts[4], parts[5], parts[6], parts[7]), carried, folded, int(total.sum()))
 
 
 def mamba2_prefill(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor,
@@ -303,9 +315,13 @@ def mamba2_prefill(x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.
         where = slots[old_sequence]
         x, dt = extend(x, cache.x[where, :, old_place]), extend(dt, cache.dt[where, :, old_place])
         B, C = extend(B, cache.B[where, :, old_place]), extend(C, None)
-    initial = torch.where(table.carried, cache.state(slots), 0.0)
+    initial = None
+    if table.carried is not None:
+        initial = torch.zeros(len(slots), *cache.high.shape[1:], dtype=torch.float32, device=x.device)
+        initial[table.carried] = cache.state(slots[table.carried])
     y, boundary, cs = scan_with_state(x, dt, A, B, C, D, dt_bias, table.chunks, initial)
-    cache.store(slots, boundary)
+    if table.folded is not None:
+        cache.store(slots[table.folded], boundary[table.folded])
     rows, sequence, place, chunk = table.open
     where = slots[sequence]
     cache.x[where, :, place], cache.B[where, :, place] = x[rows], B[rows]
