@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,19 +40,47 @@ class Gpu:
     total_gib: float
     free_gib: float
     driver: str
+    index: str = "0"
+    """as the driver counts"""
 
 
 def gpus(run: Callable[[list[str]], str | None] | None = None) -> list[Gpu]:
-    """What the driver lists; nothing where CUDA_VISIBLE_DEVICES hides all. `run` stands in for nvidia-smi in tests."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
-        return []
-    text = (run or _ask_driver)(["--query-gpu=name,compute_cap,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"])
-    found = []
+    """Those that CUDA_VISIBLE_DEVICES leaves, in its order; without it all that the driver lists. `run` stands in for nvidia-smi in tests."""
+    text = (run or _ask_driver)(["--query-gpu=name,compute_cap,memory.total,memory.free,driver_version,index,uuid", "--format=csv,noheader,nounits"])
+    found: dict[str, Gpu] = {}
     for line in (text or "").splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 5 and cells[2].isdigit() and cells[3].isdigit():
-            found.append(Gpu(cells[0], cells[1], int(cells[2]) / 1024, int(cells[3]) / 1024, cells[4]))
-    return found
+        if len(cells) == 7 and cells[2].isdigit() and cells[3].isdigit():
+            found[cells[6]] = Gpu(cells[0], cells[1], int(cells[2]) / 1024, int(cells[3]) / 1024, cells[4], cells[5])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return list(found.values())
+    wanted = [name.strip() for name in visible.split(",") if name.strip()]
+    return [gpu for name in wanted for uuid, gpu in found.items() if name == gpu.index or (not name.isdigit() and uuid.startswith(name))]
+
+
+@contextlib.contextmanager
+def held(gpu: Gpu | None) -> Iterator[None]:
+    """Keeps other calls of this user off a GPU: two would take each other's memory and spoil each other's times. None: nothing to hold.
+
+    Raises UserError if another call holds it. The kernel drops the lock with its process.
+    """
+    if gpu is None:
+        yield
+        return
+    path = checkpoints.cache().parent / f"gpu-{gpu.index}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            raise UserError(f"{gpu.name} {gpu.index} is in use by another call (pid {handle.read().strip() or 'unknown'}); wait for it, or choose "
+                            "another GPU with CUDA_VISIBLE_DEVICES") from None
+        handle.truncate(0)
+        handle.write(f"{os.getpid()}\n")
+        handle.flush()
+        yield
 
 
 def _ask_driver(arguments: list[str]) -> str | None:

@@ -60,7 +60,7 @@ def _package(name: str) -> Check:
             found = importlib.metadata.version(distribution)
             tested = TESTED.get(name, ())
             fine = not tested or found.partition("+")[0] in tested
-            return Check(name=name, ok=fine, found=f"{distribution} {found}", remedy="" if fine else f"install {' or '.join(tested)}, the tested range")
+            return Check(name=name, ok=fine, found=f"{distribution} {found}", remedy="" if fine else f"install {' or '.join(tested)}")
         except importlib.metadata.PackageNotFoundError:
             continue
     return Check(name=name, ok=False, found="not installed", remedy=f"pip install '{PACKAGE}[cpu]' (with a GPU: '{PACKAGE}[gpu]')")

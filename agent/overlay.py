@@ -1,6 +1,6 @@
 """A patched engine as a package folder: the installed package's files, compiled ones too, with those of a checkout's tree in their place.
 
-Unchanged folders and files are symbolic links into the installed package, so a folder is made in well under a second and reuses its bytecode.
+Unchanged folders and files are symbolic links into the installed package, so a folder is quickly made and reuses its bytecode.
 """
 
 import functools

@@ -18,7 +18,7 @@ from typing import Any
 
 from agent import checkpoint as checkpoints
 from agent import models, recipes
-from agent.device import Setup, gpus
+from agent.device import Setup, gpus, held
 from agent.draw import Draw
 from agent.errors import AgentError, JobFailed
 from agent.files import write_atomic
@@ -144,7 +144,7 @@ class Bench:
 
     def _turn(self, number: int, arms: list[str], seen: dict[str, int]) -> None:
         """Engines that live at the same time: starts them one after the other, since each looks at how much memory is free."""
-        with ExitStack() as stack:
+        with held(self.setup.gpu), ExitStack() as stack:
             sessions: dict[str, Session] = {}
             for arm in arms:
                 starts = self.result["arms"].setdefault(arm, {"contract": self.contracts[arm].as_dict(), "starts": []})["starts"]

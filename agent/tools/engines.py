@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from agent.device import Setup
+from agent.device import Setup, held
 from agent.errors import UserError
 from agent.session import Answer, Engine, Job, Session, Ticket
 from agent.tools.traces import Run, Trace
@@ -51,6 +51,7 @@ class EnginePair:
         if not self.setup.fit("rollout" in only, "training" in only, gradients=False):
             raise UserError(f"rollout and training of {family} at scale {self.setup.scale} do not fit one {self.setup.gpu} together, as tracing both "
                             "needs; take a smaller scale, which has the same operators")
+        self._stack.enter_context(held(self.setup.gpu))
         self.kernels, self.sandbox, self.settings, self.starts = kernels, sandbox, settings or {}, 0
         self.graphs = graphs and self.setup.device == "cuda"
         for engine in only:

@@ -23,8 +23,8 @@ TOGETHER: tuple[Process, ...] = ("rollout", "training", *VARIANTS, "reference", 
 APART: tuple[Process, ...] = ("rollout", "stock rollout", "second rollout", *VARIANTS, "reference", "training")
 """The order where the timed engines do not fit the device together: training comes last, since it also scores what they answered."""
 
-_PAGES = ("beside the Mamba2 state the exact rollout keeps the inputs of an unfinished chunk; it needs larger pages, and vLLM gives attention pages of "
-          "the same size")
+_PAGES = ("beside the Mamba2 state the exact rollout keeps the inputs of an unfinished chunk; it needs larger pages, and vLLM gives attention "
+          "pages of the same size")
 _ROOM = "how many blocks fit follows from the size of a page and from the memory that is free at the start; both arms hold every timed request"
 EXPLAINED: dict[str, str] = {
     "num_blocks": _ROOM, "live.cache_config.kv_cache_max_concurrency": _ROOM, "live.cache_config.kv_cache_size_tokens": _ROOM,

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from agent import oracle, plan
 from agent.arrays import BadArrays, LogProbs
-from agent.device import Setup
+from agent.device import Setup, held
 from agent.draw import Draw
 from agent.errors import JobFailed, StepFailed, UserError
 from agent.files import write_atomic
@@ -165,10 +165,10 @@ class _Verification:
         return report
 
     def _measure(self) -> ThroughputResult | None:
-        """Runs every process. One that dies ends the verify, unless what it did is a reason to refuse the candidate."""
+        """Runs every process. One that dies ends the verify, unless what was found by then is a reason to refuse the candidate."""
         throughput = None
         try:
-            with ExitStack() as stack:
+            with held(self.roster.setup.gpu), ExitStack() as stack:
                 tracks = [self._track(process, stack) for process in self.order]
                 run_tracks(tracks, max(2, len(os.sched_getaffinity(0))), self._heartbeat)
                 throughput = self._throughput()
@@ -176,7 +176,7 @@ class _Verification:
                     session.end()
         except JobFailed as error:
             found = self._findings()
-            if not found:
+            if not found and not self.void:
                 raise
             self.void += [*found, Objection("job_ended", error.reason)]
         else:

@@ -113,14 +113,14 @@ class Experiment:
         if self.stage("plan", self._plan) is None:
             return
         for turn, engines in enumerate(self.turns):
-            if self.stage(f"start {' and '.join(engines)}", lambda turn=turn, engines=engines: self._start(folder / str(turn), engines)) is None:
-                continue
-            if self.requests == [] and self.stage("sample", self._sample) is None:
+            up = self.stage(f"start {' and '.join(engines)}", lambda turn=turn, engines=engines: self._start(folder / str(turn), engines))
+            if up and not self.requests and self.stage("sample", self._sample) is None:
                 return
-            self._measure()
-            if len(self.turns) > 1:
-                for engine in list(self.sessions):
-                    self.sessions.pop(engine).close()
+            if up:
+                self._measure()
+            if len(self.turns) > 1 and self.pairs:  # the next ones need the memory
+                self.sessions.clear()
+                self.pairs[-1].__exit__(None, None, None)
 
     def _measure(self) -> None:
         """Everything that the engines of this turn can say."""

@@ -1,5 +1,6 @@
 """Scales slice and full: what is planned, refused and started for a GPU. The device is only described here; jobs run a toy model."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 from fake_job import FakeSandbox
 
-from agent import device, models
+from agent import device, doctor, models
 from agent.checkpoint import check
-from agent.device import Gpu, Setup, gpus
+from agent.device import Gpu, Setup, gpus, held
 from agent.errors import UserError
 from agent.session import _caches
+from agent.tools import engines
 from agent.tools import verify as verify_module
 from agent.tools.engines import EnginePair
 from agent.tools.processes import Roster, without_explained
@@ -50,6 +52,8 @@ def checkpoint(tmp_path):
 @pytest.fixture(autouse=True)
 def visible(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for module in (verify_module, engines):
+        monkeypatch.setattr(module, "held", lambda gpu: contextlib.nullcontext())
     monkeypatch.setattr(device, "caches", lambda kernels=None: (Path("/nonexistent"), {}))
 
 
@@ -60,11 +64,35 @@ def on(monkeypatch, gpu):
 # ---- the device -----------------------------------------------------------------------------------------------------
 
 def test_what_the_driver_says(monkeypatch):
-    text = "NVIDIA H200, 9.0, 143771, 143100, 580.159.03\nNVIDIA A100-SXM4-80GB, 8.0, 81920, [N/A], 580.159.03\n"
-    assert gpus(lambda _: text) == [Gpu("NVIDIA H200", "9.0", 143771 / 1024, 143100 / 1024, "580.159.03")]
+    text = ("NVIDIA H200, 9.0, 143771, 143100, 580.1, 0, GPU-aa11\nNVIDIA A100-SXM4-80GB, 8.0, 81920, [N/A], 580.1, 1, GPU-bb22\n"
+            "NVIDIA H100, 9.0, 81559, 80000, 580.1, 2, GPU-cc33\n")
+    first = Gpu("NVIDIA H200", "9.0", 143771 / 1024, 143100 / 1024, "580.1", "0")
+    last = Gpu("NVIDIA H100", "9.0", 81559 / 1024, 80000 / 1024, "580.1", "2")
+    assert gpus(lambda _: text) == [first, last]
     assert gpus(lambda _: None) == [] == gpus(lambda _: "Failed to initialize NVML")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus(lambda _: text) == []
+    for visible, left in (("", []), ("-1", []), ("2", [last]), ("2,0", [last, first]), ("GPU-aa", [first])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpus(lambda _: text) == left
+
+
+def test_one_call_at_a_time_on_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    other = dataclasses.replace(H200, index="1")
+    with held(H200):
+        with pytest.raises(UserError, match=rf"NVIDIA H200 0 is in use by another call \(pid {os.getpid()}\)"), held(H200):
+            pass
+        with held(other), held(None):
+            pass
+    with held(H200):
+        pass
+
+
+def test_the_doctor_names_the_device_and_what_fits(monkeypatch):
+    for gpu, said in ((H200, "fits: qwen3 slice, qwen3 full, nemotron-3.5 slice, nemotron-3.5 full"),
+                      (Gpu("NVIDIA A100", "8.0", 40.0, 39.5, "580.1"), "exactness was measured on 9.0: a self-test runs before each verify")):
+        monkeypatch.setattr(doctor, "gpus", lambda gpu=gpu: [gpu])
+        found = next(check for check in doctor.examine() if check.name == "GPU")
+        assert found.ok and said in found.found and gpu.name in found.found
 
 
 def test_the_estimate_counts_every_weight():

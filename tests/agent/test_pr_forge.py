@@ -145,8 +145,8 @@ def test_work_of_others_on_the_branch_is_left_alone(target, tmp_path):
     assert heads(target.bare) == theirs
 
 
-@pytest.mark.parametrize("search", [True, False])
-@pytest.mark.parametrize("existing", [{"title": TITLE}, {"title": "Same thing", "body": "Run `r1`, branch `agent/r1/pr`"}])
+@pytest.mark.parametrize(("search", "existing"), [
+    (True, {"title": TITLE}), (False, {"title": "Same thing", "body": "Run `r1`, branch `agent/r1/pr`"})])
 def test_the_same_work_under_another_name_stops_it(target, search, existing):
     target.forge.search = search
     target.forge.add(**existing)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from agent import isolation
+from agent.config import Config
 from agent.errors import UserError
 from sandboxes import Limits, SandboxUnavailable, bubblewrap, choose
 from sandboxes.bubblewrap import BubblewrapSandbox
@@ -164,6 +165,17 @@ def test_the_choice(monkeypatch):
         isolation.sandbox()
     with pytest.raises(UserError, match="--sandbox: unknown sandbox 'x'"):
         isolation.prefer("x")
+
+
+def test_a_workspace_remembers_its_choice(tmp_path):
+    path = tmp_path / "consistency.toml"
+    path.write_text(Config(model="qwen3", scale="tiny", sandbox="local").dumps())
+    assert Config.load(path).sandbox == "local"
+    path.write_text(Config(model="qwen3", scale="tiny").dumps())
+    assert "sandbox" not in path.read_text() and Config.load(path).sandbox == "auto"
+    path.write_text('model = "qwen3"\nscale = "tiny"\nsandbox = "docker"\n')
+    with pytest.raises(UserError, match="sandbox: Input should be 'auto', 'bubblewrap' or 'local', found 'docker'"):
+        Config.load(path)
 
 
 def test_where_bubblewrap_is_missing_auto_is_local_and_a_wish_is_refused(monkeypatch):

@@ -179,8 +179,9 @@ def scan_gradients(grad: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: tor
     _scores_grad_kernel[(blocks * blocks, count, groups)](
         x, grad, step, cs, cb, *place, dcb, rows, columns, x.stride(0), heads, p, ratio, CHUNK, BLOCK, num_warps=4, num_stages=2)
     dx, dB, dC = new(tokens, heads, p, dtype=x.dtype), new(tokens, groups, n, dtype=B.dtype), new(tokens, groups, n, dtype=C.dtype)
+    # one stage: its scores are an operand in registers, which a pipelined wgmma may overwrite
     _input_grad_kernel[(blocks, count, heads)](
-        x, grad, B, D, step, cs, cb, leaving, *place, dx, skip, x.stride(0), B.stride(0), heads, p, n, ratio, CHUNK, BLOCK, num_warps=4, num_stages=2)
+        x, grad, B, D, step, cs, cb, leaving, *place, dx, skip, x.stride(0), B.stride(0), heads, p, n, ratio, CHUNK, BLOCK, num_warps=4, num_stages=1)
     _projection_grad_kernel[(blocks, count, groups)](
         grad, entering, C, B, dcb, step, cs, *place, dC, from_state, grad.stride(0), C.stride(0), B.stride(0), heads, p, n, ratio, CHUNK, BLOCK,
         False, num_warps=8, num_stages=2)
