@@ -48,19 +48,19 @@ def test_an_exact_recipe_ends_the_run_with_the_proof_that_stock_differs(tmp_path
     told = ran(tmp_path, tools)
     assert told["outcome"] == "exact" and tools.calls == ["verify quick", "verify full"]
     assert told["baseline"]["mismatches"] == 128 and told["verdict"]["mismatches"] == 0
-    assert told["recipe"] == {"name": "qwen3", "sha256": recipes.load(models.RECIPES / "qwen3.toml").sha256, "outcome": "kept"}
-    assert [a["change"] for a in told["attempts"]] == ["recipe qwen3: attention=exact, rms_norm=exact, rotary=exact"]
+    assert told["recipe"] == {"name": "qwen3-cpu", "sha256": recipes.load(models.RECIPES / "qwen3-cpu.toml").sha256, "outcome": "kept"}
+    assert [a["change"] for a in told["attempts"]] == ["recipe qwen3-cpu: attention=exact, rms_norm=exact, rotary=exact"]
     workspace = tmp_path / "ws"
-    assert Contract.load(workspace / "contract.toml").as_dict() == recipes.load(models.RECIPES / "qwen3.toml").contract
+    assert Contract.load(workspace / "contract.toml").as_dict() == recipes.load(models.RECIPES / "qwen3-cpu.toml").contract
     assert json.loads((workspace / "evidence" / "baseline.json").read_text())["verdict"]["mismatches"] == 128
-    assert json.loads((workspace / "evidence" / "attempt-1.json").read_text())["recipe"] == "qwen3"
+    assert json.loads((workspace / "evidence" / "attempt-1.json").read_text())["recipe"] == "qwen3-cpu"
     text = (workspace / "PULL_REQUEST.md").read_text()
     assert "Nothing was localized" in text and "128" in text, "the mismatch of stock is in it all the same"
 
 
 def test_it_is_seen_on_the_screen_and_in_the_report(tmp_path):
     result = agent("run", "--model", "qwen3", "--workspace", tmp_path / "ws", tools=FakeTools({"engine": list(QWEN3)}))
-    assert "recipe qwen3 first; --from-scratch leaves it out" in result.stdout and "recipe        qwen3: kept, exact" in result.stdout, result.stdout
+    assert "recipe qwen3-cpu first; --from-scratch leaves it out" in result.stdout and "recipe        qwen3-cpu: kept, exact" in result.stdout, result.stdout
     page = report.render(load_current_of(tmp_path / "ws"))
     assert "qwen3: kept, exact" in page and "sha256:" in page
 
@@ -77,7 +77,7 @@ def test_a_recipe_that_is_not_enough_is_where_the_loop_begins(tmp_path):
     told = ran(tmp_path, tools)
     assert told["outcome"] == "exact" and told["recipe"]["outcome"] == "kept"
     assert [(a["change"], a["outcome"]) for a in told["attempts"]] == [
-        ("recipe qwen3: attention=exact, rms_norm=exact, rotary=exact", "kept"), ("linear=exact", "kept")]
+        ("recipe qwen3-cpu: attention=exact, rms_norm=exact, rotary=exact", "kept"), ("linear=exact", "kept")]
     assert "not exact here, but 50.0% of the log-probabilities differ and not 100.0%" in told["attempts"][0]["reason"]
     assert tools.calls[:3] == ["verify quick", "verify full", "localize"]
 
@@ -123,7 +123,7 @@ def test_a_person_who_refuses_it_gets_the_loop(workspace):
     asked = []
     policy = RecipeFirst(Playbook(), lambda patch: asked.append(patch.recipe) or "no")
     ended = Run(workspace, load_current(workspace), policy, FakeTools({"engine": ["rms_norm"]}), SilentObserver(), minutes=5, attempts=5).go()
-    assert asked == ["nemotron-3.5"] and ended.outcome == "exact" and [a.recipe for a in ended.attempts] == [""]
+    assert asked == ["nemotron-3.5-cpu"] and ended.outcome == "exact" and [a.recipe for a in ended.attempts] == [""]
 
 
 def test_which_recipe_fits(tmp_path, monkeypatch):

@@ -142,8 +142,8 @@ def test_a_recipe_comes_before_the_model_which_is_told_and_before_its_replay(wor
     begin(workspace, run="r1", checkpoint="none", device="cpu", policy="scripted", target=0.913, recipe=recipe)
     model, tools = ScriptedModel(calling(("localize", {})), calling(("repro", {"divergences": [LINEAR]})), calling(FIX)), hard_tools()
     ended = carry_on(workspace, RecipeFirst(make(workspace, model)), tools)
-    assert ended.outcome == "exact" and [a.title.partition(":")[0] for a in ended.attempts] == ["recipe nemotron-3.5", "linear=kernels"]
-    assert "recipe nemotron-3.5: attention=exact" in told(workspace)[0] and ": kept, not exact here, but" in told(workspace)[0]
+    assert ended.outcome == "exact" and [a.title.partition(":")[0] for a in ended.attempts] == ["recipe nemotron-3.5-cpu", "linear=kernels"]
+    assert "recipe nemotron-3.5-cpu: attention=exact" in told(workspace)[0] and ": kept, not exact here, but" in told(workspace)[0]
     assert trajectory(workspace).steps == 3 and "verify full" in tools.calls
     again = replay(workspace, "r1")
     assert again.recipe == recipe
