@@ -143,7 +143,8 @@ def table(rows: dict[str, dict], engines: bool, seconds: float) -> dict:
 
     named = [row for name, row in rows.items() if name != HONEST.file]
     return {**stamp(), "command": "python -m tests.adversarial.run" + (" --engines" if engines else ""),
-            "note": "each outcome is of the last call that ran its candidate", "engine": "vllm and transformers, qwen3 tiny" if engines else "toy", "sandbox": choose().capabilities().name,
+            "note": "each outcome is of the last call that ran its candidate",
+            "engine": "vllm and transformers, qwen3 tiny" if engines else "toy", "sandbox": choose().capabilities().name,
             "candidates": len(named), "rejected_by_name": sum(row["as_expected"] for row in named),
             "honest_passes": rows.get(HONEST.file, {}).get("as_expected"), "seconds": round(seconds, 1), "outcomes": list(rows.values())}
 

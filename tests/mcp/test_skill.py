@@ -48,7 +48,7 @@ def test_the_body_is_short_and_points_at_every_file_one_level_down():
 def test_it_covers_what_it_has_to():
     assert {path.stem for path in TEXTS[1:]} == {"dimensions", "localising", "minimal-repro", "rounding-contracts", "verification", "recipes"}
     models = (SKILL / "references" / "recipes.md").read_text(encoding="utf-8")
-    assert all(f"## {path.stem} (" in models for path in RECIPES.glob("*.toml") if "-cuda" not in path.stem and "-slice" not in path.stem)
+    assert all(f"## {path.stem} (" in models for path in RECIPES.glob("*.toml") if "-cpu" not in path.stem and "-slice" not in path.stem)
 
 
 def test_recipes_in_the_text_are_those_in_the_files():
@@ -59,7 +59,7 @@ def test_recipes_in_the_text_are_those_in_the_files():
         results = json.loads((Path(__file__).parents[2] / "docs" / "results" / f"cpu-{family}.json").read_text())
         named = {d["operator"] for d in results["localize"]["divergences"]}
         assert told and told.keys() == named, "each operator that the committed result names, and no other"
-        contract = Contract.load(RECIPES / f"{family}.toml")
+        contract = Contract.load(RECIPES / f"{family}-cpu.toml")
         assert told.items() <= contract.rollout.items() and told.items() <= contract.training.items()
         assert f"throughput {results['run']['throughput']['ratio']:.2f} of stock" in part
 
