@@ -1,5 +1,7 @@
 """The checkpoint both engines load: seeded weights made once per machine, or a local folder that is looked over before an engine is started."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
@@ -8,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from agent.errors import UserError
 from consistency.models import catalog
 from consistency.models.catalog import Family
+
+if TYPE_CHECKING:  # the MCP server looks for the device through this module and holds no arrays
+    import numpy as np
 
 # Width in bytes, unsigned view and exponent mask per safetensors type: all exponent bits set means infinite or NaN.
 _FLOATS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF0000000000000)}
@@ -27,7 +31,8 @@ def seeded(family: str, scale: str) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "consistency.jobs.make_checkpoint", "--family", family, "--scale", scale, "--out", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    path = [str(Path(__file__).resolve().parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in path if p)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
@@ -62,6 +67,8 @@ def check(folder: Path, family: Family) -> Path:
     if quantised := settings.get("quantization_config"):
         raise UserError(f"{folder} holds quantised weights ({quantised.get('quant_method', 'unknown method')}); the exact operators and training "
                         "take bf16: save the checkpoint in bf16")
+    import numpy as np
+
     files = _files(folder)
     if not files:
         raise UserError(f"{folder} holds no .safetensors file; save the checkpoint in that format")
@@ -87,6 +94,8 @@ def _files(folder: Path) -> list[Path]:
 
 def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray, int]]:
     """(name, bits, exponent mask) of every floating-point tensor. Raises UserError for a file that is not whole."""
+    import numpy as np
+
     size = path.stat().st_size
     with path.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")

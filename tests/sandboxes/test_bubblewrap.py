@@ -119,12 +119,14 @@ def test_limits_end_a_job_by_name(tmp_path, code, limits, rule):
 
 @works
 def test_what_outlives_the_job_is_named_and_gone(tmp_path):
+    others = set(psutil.Process().children(recursive=True))  # of earlier tests, still on their way out
     status, _, handle = run(tmp_path, """
         import subprocess, sys
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True, env={})
         """)
     assert status == 0 and len(handle.left) == 1 and "python" in handle.left[0]
-    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    mine = [p for p in psutil.Process().children(recursive=True) if p not in others]
+    assert not [p for p in psutil.wait_procs(mine, timeout=5)[1] if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_the_local_sandbox_names_it_too(tmp_path):
