@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -25,6 +27,14 @@ class Bindings:
         names = getattr(contract, self.side)
         active = {operator: self.load(operator, name) for operator, name in names.items()}
         self.active, self.names = active, dict(names)
+
+    def key(self) -> str:
+        """Changes with the names that are bound and with the text of their kernels: what an engine keeps of compiled code is kept under it."""
+        stems = sorted({name.removeprefix("kernels:").partition(".")[0] for name in self.names.values() if name.startswith("kernels:")})
+        said = hashlib.sha256(json.dumps(self.names, sort_keys=True).encode())
+        for stem in stems:
+            said.update((self.kernels / f"{stem}.py").read_bytes())
+        return said.hexdigest()[:16]
 
     def get(self, operator: str):
         """The bound callable, or None for stock."""

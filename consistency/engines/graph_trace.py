@@ -2,7 +2,7 @@
 
 Hooks do not run when a graph is replayed, kernels do. So the hooks are there before the graphs are captured, and what they do is a kernel:
 they take the fingerprint of each row and write it to a buffer of that site. After every step the buffers hold the step's fingerprints,
-whether it was replayed or run eagerly, and are copied into the recorder.
+whether it was replayed or run eagerly, and are copied into the recorder. Whole rows are not kept: `dump` finds only the head's here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from consistency.engines import events
-from consistency.engines.rollout_trace import Tracer, by_module
+from consistency.engines.rollout_trace import Tracer, by_module, head_seen
 from consistency.models import family as family_module
 from consistency.trace import Recorder, Site, fingerprint
 
@@ -69,8 +69,8 @@ class GraphTracer(Tracer):
 @contextmanager
 def traced(rollout, recorder: Recorder):
     """As `rollout_trace.traced`, for an engine that was started with `trace`."""
-    tracer, runner, model = rollout.graph_tracer, rollout.runner, rollout.model
-    prepare_inputs, execute_model, compute_logits = runner.prepare_inputs, runner.execute_model, model.compute_logits
+    tracer, runner = rollout.graph_tracer, rollout.runner
+    prepare_inputs, execute_model = runner.prepare_inputs, runner.execute_model
     runner.prepare_inputs = lambda *a, **k: tracer.remember(prepare_inputs(*a, **k))
 
     @functools.wraps(execute_model)
@@ -81,15 +81,13 @@ def traced(rollout, recorder: Recorder):
         return output
 
     runner.execute_model = execute
-    model.compute_logits = lambda hidden, *a, **k: tracer.head(hidden, compute_logits(hidden, *a, **k))
-    events.LOGITS.append(tracer.log_softmax)
     tracer.recorder = recorder
     try:
-        yield
+        with head_seen(rollout.model, tracer):
+            yield
     finally:
         tracer.recorder = None
-        events.LOGITS.remove(tracer.log_softmax)
-        del runner.prepare_inputs, runner.execute_model, model.compute_logits
+        del runner.prepare_inputs, runner.execute_model
 
 
 def install(family: str, rows: int) -> list[GraphTracer]:

@@ -28,8 +28,11 @@ def check(vllm_config) -> None:
         raise ContractError(f"{name} cannot be used with a contract: {REASONS[name]}; start the engine without it")
 
 
-def watch() -> None:
-    """Checks every engine configuration that is made in this process from now on."""
+def watch(bindings) -> None:
+    """Checks every engine configuration that is made in this process from now on, and makes what is bound part of it.
+
+    vLLM keeps compiled graphs on disk under a hash of the configuration; without that a graph of another contract, or of stock, would be taken.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     create = EngineArgs.create_engine_config
@@ -38,6 +41,7 @@ def watch() -> None:
     def checked(self, *args, **kwargs):
         made = create(self, *args, **kwargs)
         check(made)
+        made.additional_config["consistency"] = bindings.key()
         return made
 
     EngineArgs.create_engine_config = checked

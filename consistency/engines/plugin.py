@@ -41,7 +41,7 @@ def install(kernels: Path | None = None, device: str | None = None) -> Bindings:
             raise ContractError(f"vllm {vllm.__version__} is outside the tested range ({', '.join(TESTED_VLLM)}); install a tested version")
         from consistency.engines import limits, vllm_classes, vllm_patches
 
-        limits.watch()
+        limits.watch(rollout)
         vllm_classes.register()
         vllm_patches.apply()
         importlib.import_module(f"consistency.engines.vllm_{device}").apply()

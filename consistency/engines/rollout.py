@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,13 @@ import torch
 
 from consistency.contract import Contract
 from consistency.engines.arrays import arrays
+from consistency.models.catalog import FAMILIES
 
 DEFAULTS = {"plugin": True, "max_num_seqs": 64, "max_model_len": 512, "max_num_batched_tokens": 2048, "logprobs_mode": "raw_logprobs",
             "enable_prefix_caching": True, "eager": True, "threads": 1, "device": "cpu", "compile": True, "runner": None,
-            "gpu_memory_utilization": 0.4, "kv_cache_gib": None, "capture_sizes": None, "trace": False}
+            "gpu_memory_utilization": 0.4, "kv_cache_gib": None, "trace": False}
 """`compile`: torch.compile beside CUDA graphs, unless eager; `runner`: `v1`, `v2` or None; `kv_cache_gib`: size of the caches, instead of what is
-left of the device's share; `capture_sizes`: batch sizes of the graphs; `trace`: graphs that also write fingerprints, without compile"""
+left of the device's share; `trace`: graphs that also write fingerprints, without compile"""
 
 
 @dataclass
@@ -60,8 +60,9 @@ class Rollout:
         self.llm = LLM(
             str(checkpoint), enforce_eager=settings["eager"], skip_tokenizer_init=True, max_model_len=settings["max_model_len"],
             max_num_seqs=settings["max_num_seqs"], max_num_batched_tokens=settings["max_num_batched_tokens"],
-            logprobs_mode=settings["logprobs_mode"], enable_prefix_caching=settings["enable_prefix_caching"] and family != "nemotron-3.5",
-            disable_log_stats=True, seed=0, **(self._cuda(contract) if settings["device"] == "cuda" else self._forced_tokens()))
+            logprobs_mode=settings["logprobs_mode"], disable_log_stats=True, seed=0,
+            enable_prefix_caching=settings["enable_prefix_caching"] and "prefix_cache" not in FAMILIES[family].cannot,
+            **(self._cuda() if settings["device"] == "cuda" else self._forced_tokens()))
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
@@ -94,7 +95,7 @@ class Rollout:
             raise ValueError("this engine replays graphs that were captured without fingerprints; start it with 'trace' or 'eager'")
         return graph_trace.traced(self, recorder) if self.graph_tracer else rollout_trace.traced(self, recorder)
 
-    def _cuda(self, contract: Contract) -> dict:
+    def _cuda(self) -> dict:
         """Engine arguments that only a GPU has."""
         settings = self.settings
         arguments: dict = {"gpu_memory_utilization": settings["gpu_memory_utilization"]}
@@ -102,16 +103,10 @@ class Rollout:
             arguments["kv_cache_memory_bytes"] = int(settings["kv_cache_gib"] * (1 << 30))
         # the V2 runner forces tokens itself
         arguments |= self._forced_tokens() if settings["runner"] == "v1" else {"enable_trace_replay": True}
-        if settings["plugin"]:
-            # part of the key under which vLLM keeps compiled graphs
-            arguments["additional_config"] = {"consistency_contract": contract.dumps()}
-        if self.family == "nemotron-3.5":
+        if "mamba2_scan" in FAMILIES[self.family].operators:
             arguments["mamba_ssm_cache_dtype"] = "float32"
         if not settings["eager"]:
-            graphs: dict = {} if settings["compile"] else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-            if settings["capture_sizes"]:
-                graphs["cudagraph_capture_sizes"] = settings["capture_sizes"]
-            arguments["compilation_config"] = graphs
+            arguments["compilation_config"] = {} if settings["compile"] else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         from consistency.engines import seeded_weights
 
         if seeded_weights.read(self.checkpoint) is not None:
@@ -132,7 +127,7 @@ class Rollout:
 
     # ---- running requests -------------------------------------------------------------------------------------------
 
-    def run(self, prompts: list[list[int]], params: list, schedule: Schedule, count_prefills: bool = True) -> tuple[list, dict]:
+    def run(self, prompts: list[list[int]], params: list, schedule: Schedule) -> tuple[list, dict]:
         """Runs requests under a schedule.
 
         Returns (vLLM's outputs in request order, counters: steps, preemptions, cached_tokens, longest_prefill). Raises ValueError when a
@@ -147,8 +142,7 @@ class Rollout:
             fill = [self._replace(p, skip_reading_prefix_cache=True) for p in params]
             self.run(prompts, fill, Schedule(groups=schedule.groups, prefix_cache="cold"))
         self.scheduler.scheduler_config.long_prefill_token_threshold = schedule.chunk or 0
-        if count_prefills:
-            self._count_prefills(counters)
+        self._count_prefills(counters)
         try:
             for group in schedule.groups or [list(range(len(prompts)))]:
                 waiting = list(enumerate(group))
@@ -172,8 +166,7 @@ class Rollout:
             raise
         finally:
             self.scheduler.scheduler_config.long_prefill_token_threshold = 0
-            if count_prefills:
-                del self.scheduler.schedule
+            del self.scheduler.schedule
         return [outputs[i] for i in range(len(prompts))], counters
 
     def _count_prefills(self, counters: dict) -> None:
@@ -242,15 +235,6 @@ class Rollout:
             for j, token in enumerate(request["tokens"]):
                 rows.append((i, j, token, output.prompt_logprobs[start + j][token].logprob))
         return arrays(rows), counters
-
-    def throughput(self, prompts: list[list[int]], max_tokens: int) -> dict:
-        """Decode of fixed length, unseeded sampling at temperature 1 with log-probabilities on."""
-        params = [self._params(max_tokens=max_tokens, temperature=1.0) for _ in prompts]
-        started = time.perf_counter()
-        outputs, _ = self.run(prompts, params, Schedule(), count_prefills=False)
-        seconds = time.perf_counter() - started
-        tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
-        return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

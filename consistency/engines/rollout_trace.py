@@ -28,22 +28,31 @@ def traced(rollout, recorder: Recorder):
     handles = [rollout.model.register_forward_pre_hook(tracer.begin, with_kwargs=True)]
     for module, calls in by_module(rollout.model, family_module(rollout.family).vllm_sites(rollout.model)):
         handles.append(module.register_forward_hook(tracer.hook(calls)))
-    compute_logits = rollout.model.compute_logits
-    rollout.model.compute_logits = lambda hidden, *a, **k: tracer.head(hidden, compute_logits(hidden, *a, **k))
     events.MAMBA.append(tracer.mamba)
     events.EXPERTS.append(tracer.experts)
-    events.LOGITS.append(tracer.log_softmax)
     try:
-        yield
+        with head_seen(rollout.model, tracer):
+            yield
     finally:
         events.MAMBA.remove(tracer.mamba)
         events.EXPERTS.remove(tracer.experts)
-        events.LOGITS.remove(tracer.log_softmax)
-        del rollout.model.compute_logits
         if not hasattr(runner, "input_batch"):
             del runner.prepare_inputs
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def head_seen(model: torch.nn.Module, tracer: Tracer):
+    """While active, `tracer` gets logits and log-probabilities; both are computed outside the model's forward and outside graphs."""
+    compute_logits = model.compute_logits
+    model.compute_logits = lambda hidden, *a, **k: tracer.head(hidden, compute_logits(hidden, *a, **k))
+    events.LOGITS.append(tracer.log_softmax)
+    try:
+        yield
+    finally:
+        events.LOGITS.remove(tracer.log_softmax)
+        del model.compute_logits
 
 
 def by_module(model, module_sites) -> list[tuple[torch.nn.Module, list[list]]]:

@@ -53,6 +53,17 @@ class ContractRotary(RotaryEmbedding):
         return q.flatten(1), k.flatten(1)
 
 
+class ContractAttention:
+    """Over an attention backend's implementation: an operator that is a function computes; a name is a property of the backend's own calls."""
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        operator = bindings.get("attention")
+        if attn_metadata is None or operator is None or isinstance(operator, str):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        operator(self, layer, query, key, value, kv_cache, attn_metadata, output)
+        return output
+
+
 def register() -> None:
     """Registers every class. Call once per process, before a model is built."""
     for cls in (ContractRMSNorm, ContractSiluAndMul, ContractReLUSquared, ContractGatedNorm, ContractRotary):

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from consistency.bindings import rollout as bindings
 from consistency.engines import events
+from consistency.engines.vllm_classes import ContractAttention
 
 
 class ContractMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -36,13 +37,8 @@ class ContractMetadataBuilder(CPUAttentionMetadataBuilder):
         return metadata
 
 
-class ContractAttentionImpl(CPUAttentionBackendImpl):
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        operator = bindings.get("attention")
-        if attn_metadata is None or operator is None or isinstance(operator, str):
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        operator(self, layer, query, key, value, kv_cache, attn_metadata, output)
-        return output
+class ContractAttentionImpl(ContractAttention, CPUAttentionBackendImpl):
+    pass
 
 
 class ContractAttentionBackend(CPUAttentionBackend):

@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from consistency.bindings import rollout as bindings
 from consistency.engines import events
+from consistency.engines.vllm_classes import ContractAttention
 from consistency.operators.cuda.mamba2_decode import Mamba2Cache, PrefillTable, decode_into, mamba2_prefill
 from consistency.operators.cuda.mamba2_scan import CHUNK
 
@@ -42,13 +43,8 @@ class ContractFlashBuilder(FlashAttentionMetadataBuilder):
         return metadata
 
 
-class ContractFlashImpl(FlashAttentionImpl):
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        operator = bindings.get("attention")
-        if attn_metadata is None or operator is None or isinstance(operator, str):
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        operator(self, layer, query, key, value, kv_cache, attn_metadata, output)
-        return output
+class ContractFlashImpl(ContractAttention, FlashAttentionImpl):
+    pass
 
 
 class ContractFlashBackend(FlashAttentionBackend):

@@ -78,7 +78,7 @@ KERNELS: tuple[Candidate, ...] = (
     Candidate("slows_stock", _on("rollout", "silu_and_mul"), "slowing the baseline", "burns processor time while stock is timed",
               "busy_while_stock_ran", True, "timed", "full"),
     Candidate("changes_engine", _on("rollout", "log_softmax"), "feature switched off, batch shrunk",
-              "graphs and prefix cache off, a small batch, in the live configuration", "config_changed", True, "timed", "full"),
+              "graphs and prefix cache off, a small batch, in the live configuration", "config_changed", True, level="full"),
 )
 """Candidates that are kernels and that verify refuses. TOUCHING and the patches and evidence of test_adversarial.py come on top."""
 

@@ -301,7 +301,7 @@ def test_features_that_are_not_exact_yet_are_refused_by_the_engine():
         from consistency.engines.environment import prepare
         prepare(1)
         from agent.checkpoint import seeded
-        from consistency.contract import ContractError
+        from consistency.contract import Contract, ContractError
         from consistency.engines import limits, plugin
         plugin.install()
         from vllm.engine.arg_utils import EngineArgs
@@ -311,6 +311,10 @@ def test_features_that_are_not_exact_yet_are_refused_by_the_engine():
         except ContractError as error:
             print("SAID", error)
         config = EngineArgs(**base).create_engine_config()
+        hashes = {config.compute_hash()}
+        plugin.rollout.bind(Contract({"rms_norm": "exact"}, {}))
+        hashes.add(EngineArgs(**base).create_engine_config().compute_hash())
+        print("SAID", len(hashes), "hashes")
         print("SAID", limits.refused(config))
         config.cache_config.cache_dtype, config.speculative_config = "fp8_e4m3", "ngram"
         print("SAID", limits.refused(config))"""
@@ -318,4 +322,5 @@ def test_features_that_are_not_exact_yet_are_refused_by_the_engine():
                           cwd=Path(__file__).parents[2], env={**os.environ, **_caches()})
     said = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
     assert said == ["SAID LoRA cannot be used with a contract: an adapter adds products to every layer, which no exact operator computes and "
-                    "training does not see; start the engine without it", "SAID []", "SAID ['speculative decoding', 'an FP8 KV cache']"], done.stderr
+                    "training does not see; start the engine without it",
+                    "SAID 2 hashes", "SAID []", "SAID ['speculative decoding', 'an FP8 KV cache']"], done.stderr
